@@ -1,0 +1,1 @@
+"""Both sides of the socket between ComfyUI and its group of ranks. Never imports comfy."""

@@ -1,0 +1,85 @@
+"""The devices of this machine, found without touching them: NVML for the cards, a count for the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+from .spec import Device, Refusal
+
+CPU_SLOTS = 8  # CPU ranks are for tests and the demo; a workflow asks for more only by mistake
+
+
+def physical_cards() -> tuple[Device, ...]:
+    """Every NVIDIA card in PCI order, also those hidden from ComfyUI by CUDA_VISIBLE_DEVICES.
+
+    Free bytes are the driver's, so they see other processes. Empty without a driver.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        return tuple(_card(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _card(nvml, index: int) -> Device:  # type: ignore[no-untyped-def]
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    text = [part.decode() if isinstance(part, bytes) else part for part in (uuid, name)]
+    return Device(
+        kind="cuda", index=index, uuid=text[0], name=text[1], total_bytes=memory.total, free_bytes=memory.free
+    )
+
+
+def cpu_devices(count: int = CPU_SLOTS) -> tuple[Device, ...]:
+    """CPU "devices": one rank each. `auto` takes as many as there are cores, at most two."""
+    return tuple(Device(kind="cpu", index=index, name="CPU") for index in range(count))
+
+
+def default_cpu_ranks() -> int:
+    return min(2, os.cpu_count() or 1)
+
+
+def choose_devices(wanted: str, cards: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices that "auto", "cpu" or a list such as "0,1,3" of physical cards stands for.
+
+    Raises Refusal for cards that do not exist, are named twice, or text that is neither.
+    """
+    text = wanted.strip().lower()
+    if text in ("", "auto"):
+        return tuple(cards) or cpu_devices()
+    if text == "cpu":
+        return cpu_devices()
+    there = ", ".join(f"{card.index} ({card.name})" for card in cards) or "none, so only auto or cpu work here"
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise Refusal(
+            f"Devices '{wanted}' cannot be read.",
+            "Devices are auto, cpu, or the numbers of physical cards in PCI order, such as 0,1,3.",
+            f"Cards of this machine: {there}.",
+        )
+    numbers = [int(part) for part in parts]
+    missing = sorted({n for n in numbers if n not in {card.index for card in cards}})
+    if missing:
+        raise Refusal(
+            f"There is no GPU {', '.join(map(str, missing))} in this machine.",
+            f"Devices '{wanted}' names physical cards in PCI order, and each must exist.",
+            f"Cards of this machine: {there}.",
+        )
+    if len(set(numbers)) != len(numbers):
+        raise Refusal(
+            f"Devices '{wanted}' names a card twice.",
+            "Every rank owns one card of its own.",
+            f"Works here: {','.join(map(str, sorted(set(numbers))))}.",
+        )
+    return tuple(card for number in numbers for card in cards if card.index == number)

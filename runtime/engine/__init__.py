@@ -1,0 +1,1 @@
+"""What a rank can do. Only ranks import this package: it brings torch.distributed, diffusers and transformers."""

@@ -1,0 +1,132 @@
+"""Everything that differs between CUDA with NCCL and the CPU with gloo, in one place.
+
+The rest of the engine asks the backend and never the device. Collectives of tensors go through the mesh's groups;
+the ranks' own agreements (has anyone been cancelled?) always run on gloo in host memory, so that they neither wait
+for the GPU nor need a device tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..environment import RankEnvironment
+from ..spec import Device, Memory
+
+PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a backstop: the host ends a stuck group long before
+
+
+class Backend:
+    """One rank's device and process group."""
+
+    def __init__(self, device: torch.device, place: RankEnvironment):
+        self.device, self.rank, self.world_size = device, place.rank, place.world_size
+
+    @classmethod
+    def join(cls, device: Device, place: RankEnvironment, store: Path) -> Backend:
+        """Join the process group of all ranks, which meet through a file in the group's private directory."""
+        torch.set_grad_enabled(False)
+        if device.kind == "cuda":
+            # CUDA_VISIBLE_DEVICES holds this group's cards by UUID, in rank order.
+            here = torch.device("cuda", place.local_rank)
+            torch.cuda.set_device(here)
+            process_group = "cpu:gloo,cuda:nccl"
+        else:
+            here = torch.device("cpu")
+            # With a device prefix: plain "gloo" makes diffusers look for an accelerator.
+            process_group = "cpu:gloo"
+        dist.init_process_group(
+            process_group,
+            store=dist.FileStore(str(store), place.world_size),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        return cls(here, place)
+
+    # ---- agreement
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` holds on any rank. A collective: every rank calls it at the same point."""
+        if self.world_size == 1:
+            return flag
+        value = torch.tensor([int(flag)], dtype=torch.int32)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value.item())
+
+    # ---- memory
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def memory(self) -> Memory:
+        """What this rank uses now. On CUDA `device_used` is the driver's figure and includes other processes."""
+        host = _anonymous_memory()
+        if not self.is_cuda:
+            return Memory(host=host)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return Memory(
+            weights=torch.cuda.memory_allocated(self.device),
+            reserved=torch.cuda.memory_reserved(self.device),
+            device_used=total - free,
+            device_total=total,
+            host=host,
+        )
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` more fit on the device, with a tenth to spare."""
+        if not self.is_cuda:
+            return True
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + cached > nbytes * 1.1
+
+    def release_memory(self) -> None:
+        """Give unused memory back to the device, where ComfyUI measures it."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def staged(self, module: torch.nn.Module, nbytes: int) -> Iterator[torch.device]:
+        """Hold `module` on the device for one stage if it fits there, else leave it in host RAM and compute there."""
+        if not self.is_cuda or not self.has_room(nbytes):
+            yield torch.device("cpu")
+            return
+        module.to(self.device)
+        try:
+            yield self.device
+        finally:
+            module.to("cpu")
+            self.release_memory()
+
+    # ---- what a person may want to know
+
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU"
+
+    @staticmethod
+    def versions() -> dict[str, str]:
+        found = {}
+        for name in PACKAGES:
+            with contextlib.suppress(PackageNotFoundError):
+                found[name] = version(name)
+        return found
+
+
+def _anonymous_memory() -> int | None:
+    """This process's own memory in bytes: without file pages, which all ranks share."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return None

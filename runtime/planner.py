@@ -1,0 +1,184 @@
+"""Does it fit, which layout, and why: pure functions over a model's facts and a list of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .devices import choose_devices, default_cpu_ranks, physical_cards
+from .folder import inspect_pipeline
+from .spec import (
+    AXES,
+    STRATEGIES,
+    Device,
+    Layout,
+    ModelFacts,
+    ModelSpec,
+    ParallelConfig,
+    ParallelSpec,
+    Refusal,
+)
+
+# Transformers that upstream has a tensor plan and a context plan for, and that are tested here in both.
+TENSOR_CLASSES = frozenset({"FluxTransformer2DModel"})
+CONTEXT_CLASSES = frozenset({"FluxTransformer2DModel"})
+_NOT_BUILT = {
+    "ring": "ring attention (ring) is not built yet; ulysses also splits the sequence",
+    "stage": "consecutive layers per rank (stage) is not built yet; tensor also divides the weights",
+    "replica": "several copies of the model (replica) is not built yet; queue the prompts one after the other",
+}
+
+
+def check_config(config: ParallelConfig) -> None:
+    """Refuse what can be refused without knowing the model: axes and backends that are not built, bad degrees."""
+    if config.strategy not in STRATEGIES:
+        raise Refusal(
+            f"There is no strategy '{config.strategy}'.",
+            "The strategy decides how a model is divided.",
+            f"Works here: {', '.join(STRATEGIES)}.",
+        )
+    if config.attention not in ("auto", "native"):
+        raise Refusal(
+            f"The attention backend '{config.attention}' is not built yet.",
+            "Only PyTorch's own attention is tested in every layout so far.",
+            "Works here: auto or native.",
+        )
+    if config.strategy != "manual":
+        return
+    degrees = config.degrees.degrees()
+    for axis in AXES:
+        if degrees[axis] < 1:
+            raise Refusal(f"{axis} {degrees[axis]} is no degree.", "A degree counts ranks.", f"Works here: {axis} 1.")
+        if axis in _NOT_BUILT and degrees[axis] > 1:
+            raise Refusal(
+                f"{axis} {degrees[axis]} cannot be used.",
+                f"It would be ignored otherwise: {_NOT_BUILT[axis].split(';')[0]}.",
+                f"Works here: {axis} 1;{_NOT_BUILT[axis].split(';')[1]}.",
+            )
+    if config.degrees.tensor > 1 and config.degrees.ulysses > 1:
+        raise Refusal(
+            f"tensor {config.degrees.tensor} together with ulysses {config.degrees.ulysses} is not built yet.",
+            "Both axes on one mesh have not been verified against one process so far.",
+            f"Works here: tensor {config.degrees.world_size}, or ulysses {config.degrees.world_size}.",
+        )
+
+
+def plan(facts: ModelFacts, config: ParallelConfig, cards: Sequence[Device] | None = None) -> Layout:
+    """The layout for this model on this machine, or Refusal. `cards` are this machine's if not given."""
+    check_config(config)
+    devices = choose_devices(config.devices, physical_cards() if cards is None else cards)
+    if config.strategy == "manual":
+        spec = config.degrees
+        reason = "as set on the Parallel Config"
+    else:
+        spec, reason = _adapt(facts, config.strategy, devices)
+    _check(facts, spec, devices)
+    return Layout(spec=spec, devices=_fastest(devices, spec.world_size), reason=reason)
+
+
+def _adapt(facts: ModelFacts, strategy: str, devices: Sequence[Device]) -> tuple[ParallelSpec, str]:
+    """The adaptive strategies: never more ranks than devices, never a degree that does not divide the heads."""
+    available = len(devices) if devices[0].kind == "cuda" else min(default_cpu_ranks(), len(devices))
+    most = max(_degrees_for(facts.heads, available))
+    if most == 1:
+        return ParallelSpec(), "only one device can be used"
+    if strategy == "prefer tensor":
+        return ParallelSpec(tensor=most), "tensor is preferred: every rank holds a part of the weights"
+    if strategy == "prefer context":
+        return ParallelSpec(ulysses=most), "context is preferred: every rank holds all weights and a part of the sequence"
+    if devices[0].kind == "cpu":
+        return ParallelSpec(tensor=most), "ranks on the CPU share one memory, so the weights are divided"
+    need = facts.transformer_bytes * 1.15  # room for activations
+    if min(device.free_bytes or device.total_bytes for device in devices) > need:
+        return ParallelSpec(ulysses=most), "the weights fit on every card, so the sequence is divided for speed"
+    return ParallelSpec(tensor=most), "the weights do not fit on one card, so they are divided"
+
+
+def _check(facts: ModelFacts, spec: ParallelSpec, devices: Sequence[Device]) -> None:
+    ranks = spec.world_size
+    if ranks > len(devices):
+        nearest = max(_degrees_for(facts.heads, len(devices)))
+        kind = "GPU" if devices[0].kind == "cuda" else "CPU rank"
+        raise Refusal(
+            f"{spec.describe()} needs {ranks} devices; here are {len(devices)}.",
+            f"Every rank owns a device of its own, and this machine offers {len(devices)} {kind}s for it.",
+            f"Works here: tensor {nearest}, or ulysses {nearest}.",
+        )
+    for axis, degree, classes in (
+        ("tensor", spec.tensor, TENSOR_CLASSES),
+        ("ulysses", spec.ulysses, CONTEXT_CLASSES),
+    ):
+        if degree > 1 and facts.transformer_class not in classes:
+            raise Refusal(
+                f"{facts.transformer_class} cannot run with {axis} {degree}.",
+                f"There is no plan for its {axis} axis that was verified against one process.",
+                f"Works here: one rank; {axis} for {', '.join(sorted(classes))}.",
+            )
+        if facts.heads % degree:
+            nearest_two = _nearest(facts.heads, degree)
+            raise Refusal(
+                f"{axis} {degree} does not divide the {facts.heads} attention heads of this model.",
+                "Heads are divided evenly over the ranks; uneven splits are not built yet.",
+                f"Works instead: {axis} {' or '.join(map(str, nearest_two))}.",
+            )
+
+
+def _degrees_for(heads: int, available: int) -> list[int]:
+    return [degree for degree in range(1, available + 1) if heads % degree == 0]
+
+
+def _nearest(heads: int, degree: int) -> list[int]:
+    """The divisors of `heads` next below and above `degree`."""
+    divisors = [d for d in range(1, heads + 1) if heads % d == 0]
+    return [*[d for d in divisors if d < degree][-1:], *[d for d in divisors if d > degree][:1]]
+
+
+def _fastest(devices: Sequence[Device], count: int) -> tuple[Device, ...]:
+    """The `count` devices with the most free memory, in their given order."""
+    chosen = sorted(devices, key=lambda device: -device.free_bytes)[:count]
+    return tuple(device for device in devices if device in chosen)
+
+
+def check_pipeline(path: Path) -> ModelFacts:
+    """What the pipeline folder holds. Raises Refusal for anything that cannot be loaded."""
+    return inspect_pipeline(path)
+
+
+def model_spec(facts: ModelFacts, dtype: str) -> ModelSpec:
+    """The model in the dtype asked for; "auto" is the dtype it is stored in."""
+    return ModelSpec(
+        path=facts.path,
+        pipeline_class=facts.pipeline_class,
+        dtype=facts.stored_dtype if dtype == "auto" else dtype,
+        version=facts.version,
+    )
+
+
+def check_size(width: int, height: int, multiple: int) -> None:
+    """Refuse a picture size the VAE and the patches cannot take."""
+    for name, size in (("width", width), ("height", height)):
+        if size < multiple or size % multiple:
+            below = max(multiple, size // multiple * multiple)
+            raise Refusal(
+                f"{name} {size} cannot be used.",
+                f"This model's VAE and patches take multiples of {multiple} pixels.",
+                f"Works instead: {name} {below} or {below + multiple}.",
+            )
+
+
+def check_tokens(spec: ParallelSpec, text_tokens: int, width: int, height: int, multiple: int) -> None:
+    """Refuse sequence lengths that the ulysses degree does not divide."""
+    degree = spec.ulysses
+    if degree == 1:
+        return
+    image_tokens = (width // multiple) * (height // multiple)
+    for name, tokens in (("text", text_tokens), ("picture", image_tokens)):
+        if tokens % degree:
+            step = multiple * degree
+            works = (max(step, round(width / step) * step), max(multiple, round(height / multiple) * multiple))
+            instead = f"{works[0]}x{works[1]}, or tensor {degree}" if name == "picture" else f"tensor {degree}"
+            raise Refusal(
+                f"ulysses {degree} does not divide the {tokens} {name} tokens of this run.",
+                "Every rank takes an equal part of the sequence; other lengths are not built yet.",
+                f"Works instead: {instead}.",
+            )

@@ -1,0 +1,283 @@
+"""The shared vocabulary as plain data: layouts, devices, models, requests, replies and errors.
+
+Both sides of the socket import this module and nothing in it imports anything heavier than msgspec, so a rank can
+dial the host before torch is loaded. Naming: *axis* is one dimension of the device mesh (replica, stage, ring,
+ulysses, tensor), *degree* its size; *dim* is only ever a tensor dimension.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+AXES = ("replica", "stage", "ring", "ulysses", "tensor")
+STRATEGIES = ("auto", "prefer tensor", "prefer context", "manual")
+ATTENTION_BACKENDS = ("auto", "native", "flash", "cudnn", "sage")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+class ShardedError(Exception):
+    """Anything this pack reports to its user."""
+
+
+class Refusal(ShardedError):
+    """Something that cannot be done, found before loading or sampling.
+
+    The message has three lines, as the nodes show it: what cannot be done, why, and the nearest thing that can.
+    """
+
+    def __init__(self, what: str, why: str, instead: str):
+        super().__init__(f"{what}\n{why}\n{instead}")
+        self.what, self.why, self.instead = what, why, instead
+
+
+class Cancelled(ShardedError):
+    """The call was cancelled; every rank stopped at the same boundary and is ready for the next call."""
+
+
+class RankError(ShardedError):
+    """A rank failed or died during a call.
+
+    `rank` is the culprit, `kind` is one of "refused", "cancelled", "memory", "failed", "died", "start".
+    """
+
+    def __init__(self, message: str, *, rank: int = -1, kind: str = "failed", traceback: str = ""):
+        super().__init__(message)
+        self.rank, self.kind, self.traceback = rank, kind, traceback
+
+
+class RankOutOfMemory(RankError):
+    """A rank ran out of device memory."""
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Layouts and devices
+
+
+class ParallelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The one description of a layout: the degree of every axis, and the attention backend."""
+
+    replica: int = 1
+    stage: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    attention: str = "native"
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.degrees().values())
+
+    def degrees(self) -> dict[str, int]:
+        """Degree of each axis, outermost first: the shape of the device mesh."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def describe(self) -> str:
+        """The layout in words, such as "tensor 2 x ulysses 2" or "one rank"."""
+        split = [f"{axis} {degree}" for axis, degree in reversed(self.degrees().items()) if degree > 1]
+        return " x ".join(split) if split else "one rank"
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user asked for on a Parallel Config node; the planner turns it into a `Layout`.
+
+    `degrees` counts only under the strategy "manual". `devices` is "auto", "cpu", or physical cards in PCI order,
+    such as "0,1,3".
+    """
+
+    strategy: str = "auto"
+    degrees: ParallelSpec = ParallelSpec()
+    devices: str = "auto"
+    attention: str = "auto"
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that one rank can own. `index` is the physical card in PCI order (for "cpu" just a count)."""
+
+    kind: str
+    index: int
+    uuid: str = ""
+    name: str = ""
+    total_bytes: int = 0
+    free_bytes: int = 0
+
+    @property
+    def key(self) -> str:
+        """What identifies the device across processes: two groups never share one."""
+        return f"{self.kind}:{self.uuid or self.index}"
+
+    @property
+    def label(self) -> str:
+        """The device as people read it."""
+        return f"GPU {self.index} {self.name}".rstrip() if self.kind == "cuda" else f"CPU {self.index}"
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """A layout that was accepted for a model: one device per rank, and the reason in a sentence."""
+
+    spec: ParallelSpec
+    devices: tuple[Device, ...]
+    reason: str
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner needs to know of a pipeline folder, read from its configs and headers."""
+
+    path: str
+    pipeline_class: str
+    transformer_class: str
+    heads: int
+    transformer_bytes: int
+    encoder_bytes: int
+    vae_bytes: int
+    stored_dtype: str
+    version: str
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A model for a slot: a diffusers folder on this machine, the dtype to hold it in, and the folder's state."""
+
+    path: str
+    pipeline_class: str
+    dtype: str
+    version: str = ""
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Requests: host -> every rank
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Load a model into a slot. Reply: SlotInfo."""
+
+    slot: str
+    model: ModelSpec
+    parallel: ParallelSpec
+
+
+class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Encode a prompt. Reply tensors of rank 0: `prompt_embeds` [1, T, D], `pooled` [1, P]."""
+
+    slot: str
+    prompt: str
+
+
+class Sample(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run the denoising loop.
+
+    Tensors: `prompt_embeds` [1, T, D], `pooled` [1, P], optionally `latent` [B, C, h, w] in VAE space. Progress:
+    one per step, with `preview` [B, C, h, w] (the predicted clean latent in model space) if asked for. Reply tensor
+    of rank 0: `samples` [B, C, h, w] float32 in VAE space.
+    """
+
+    slot: str
+    seed: int
+    steps: int
+    guidance: float
+    width: int
+    height: int
+    batch_size: int
+    denoise: float
+    preview: bool
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Decode tensor `samples` [B, C, h, w] in VAE space. Reply tensor: `images` [B, H, W, 3] float32 in 0..1."""
+
+    slot: str
+
+
+class Unload(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Empty a slot and give its memory back. Unknown slots are no error."""
+
+    slot: str
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ask for each rank's memory. Reply: Memory."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer every tensor with each byte inverted: shows that both directions of the wire carry every byte."""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Stop the call that this frame's number names, at the next boundary, on all ranks together. No reply."""
+
+
+Request = Load | Encode | Sample | Decode | Unload | Stats | Ping | Cancel
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Replies: rank -> host
+
+
+class Memory(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Memory of one rank in bytes; None is unknown, never zero."""
+
+    weights: int | None = None
+    reserved: int | None = None
+    device_used: int | None = None
+    device_total: int | None = None
+    host: int | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The rank has joined the process group. `versions` by package name."""
+
+    pid: int
+    device: str
+    versions: dict[str, str]
+
+
+class SlotInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What a rank holds after Load. Sizes in bytes on this rank; factors are pixels per latent cell."""
+
+    weight_bytes: int
+    seconds: float
+    latent_channels: int
+    vae_factor: int
+    size_multiple: int
+    text_width: int
+    pooled_width: int
+    takes_guidance: bool
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """How far a call has come. Loading counts bytes of this rank, sampling steps, decoding images."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The call ended on this rank; results are in the frame's tensors. `note` is one line worth showing."""
+
+    note: str = ""
+    memory: Memory = Memory()
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The call failed on this rank. `kind` as in RankError."""
+
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+Reply = Memory | Ready | SlotInfo | Progress | Done | Failure
+Body = Request | Reply
+
+
+class GroupFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank reads from the group's private directory at start."""
+
+    address: str
+    token: str
+    devices: tuple[Device, ...]

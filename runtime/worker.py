@@ -1,0 +1,216 @@
+"""The rank half: connect, serve requests, reply. Run by torchrun as `python -m runtime.worker <private directory>`.
+
+    main thread     takes one request after the other; all work and all collectives happen here
+    reader thread   receives frames; hears a cancel while the main thread works; ends the process when the host is gone
+    heartbeat       sends this rank's memory every two seconds
+
+The rank dials before it imports torch: from then on the host sees its death, and it sees the host's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from . import environment, launch, wire
+from .spec import (
+    Body,
+    Cancel,
+    Cancelled,
+    Decode,
+    Done,
+    Encode,
+    Failure,
+    GroupFile,
+    Load,
+    Ping,
+    Progress,
+    Ready,
+    Refusal,
+    Sample,
+    Stats,
+    Unload,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from .engine.backend import Backend
+    from .engine.pipelines import PipelineSlot
+
+HEARTBEAT_SECONDS = 2.0
+
+
+class Worker:
+    """One rank's state: its connection, its backend, and the slots it holds."""
+
+    def __init__(self, directory: Path, place: environment.RankEnvironment):
+        self.directory, self.place = directory, place
+        self.file = msgspec.json.decode((directory / launch.GROUP_FILE).read_bytes(), type=GroupFile)
+        self.connection = wire.dial(self.file.address, self.file.token, place.rank)
+        self.requests: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
+        self.cancelled_call = 0  # the newest call the host asked to stop
+        self.backend: Backend
+        self.slots: dict[str, PipelineSlot] = {}
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self.connection.receive()
+                if isinstance(message.body, Cancel):
+                    self.cancelled_call = max(self.cancelled_call, message.call)
+                elif message.body is not None:
+                    self.requests.put(message)
+                del message
+        except wire.ConnectionLost:
+            # The host is gone or has dropped us. The main thread may sit in a collective for ever: leave at once.
+            shutil.rmtree(self.directory, ignore_errors=True)
+            os._exit(0)
+
+    # ---- start
+
+    def start(self) -> None:
+        """Import the engine, join the process group and say so; a failure goes to the host with its traceback."""
+        try:
+            from .engine.backend import Backend
+
+            device = self.file.devices[self.place.rank]
+            self.backend = Backend.join(device, self.place, store=self.directory / "ranks")
+        except Exception as error:
+            self._reply(0, _failure(error))
+            time.sleep(1.0)  # the host reads the reason, then ends the group
+            raise
+        threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
+        versions = self.backend.versions()
+        self._reply(0, Ready(pid=os.getpid(), device=self.backend.device_name(), versions=versions))
+
+    def _heartbeat(self) -> None:
+        with contextlib.suppress(wire.ConnectionLost):
+            while True:
+                self.connection.send(0, self.backend.memory())
+                time.sleep(HEARTBEAT_SECONDS)
+
+    # ---- serve
+
+    def serve(self) -> None:
+        """Serve requests for ever: the process ends when the host closes the socket, or kills it."""
+        while True:
+            self._serve_one(self.requests.get())
+
+    def _serve_one(self, message: wire.Message) -> None:
+        call = message.call
+        try:
+            body, tensors = self._handle(message)
+        except Cancelled as error:
+            body, tensors = Failure(kind="cancelled", message=str(error)), {}
+        except Exception as error:
+            print(traceback.format_exc(), file=sys.stderr, flush=True)
+            body, tensors = _failure(error), {}
+        del message  # its views go back to the host with this reply
+        self._reply(call, body, tensors)
+
+    def _handle(self, message: wire.Message) -> tuple[Body, dict[str, torch.Tensor]]:
+        request, tensors = message.body, message.tensors
+
+        def cancelled() -> bool:
+            return self.cancelled_call >= message.call
+
+        def report(progress: Progress, images: dict[str, torch.Tensor] | None = None) -> None:
+            self._reply(message.call, progress, images)
+
+        match request:
+            case Load():
+                return self._load(request, report, cancelled), {}
+            case Encode():
+                return self._done(self._slot(request.slot).encode(request.prompt, cancelled))
+            case Sample():
+                return self._done(self._slot(request.slot).sample(request, tensors, report, cancelled))
+            case Decode():
+                pool = self.connection.pool
+                return self._done(self._slot(request.slot).decode(tensors["samples"], pool.empty, report, cancelled))
+            case Unload():
+                self.slots.pop(request.slot, None)
+                self.backend.release_memory()
+                self.connection.pool.trim(keep=0)
+                return self._done({})
+            case Stats():
+                return self.backend.memory(), {}
+            case Ping():
+                return self._done(self._inverted(tensors))
+        raise Refusal(f"A rank cannot serve {type(request).__name__}.", "It is not a request.", "")
+
+    def _load(self, request: Load, report, cancelled) -> Body:  # type: ignore[no-untyped-def]
+        from .engine.pipelines import PipelineSlot
+
+        self.slots.pop(request.slot, None)
+        self.backend.release_memory()
+        slot = PipelineSlot(request.model, request.parallel, self.backend)
+        slot.load(report, cancelled)
+        self.slots[request.slot] = slot
+        return slot.info()
+
+    def _slot(self, name: str) -> PipelineSlot:
+        if name not in self.slots:
+            raise RuntimeError(f"slot '{name}' is empty on rank {self.place.rank}")
+        return self.slots[name]
+
+    def _done(self, tensors: dict[str, torch.Tensor], note: str = "") -> tuple[Body, dict[str, torch.Tensor]]:
+        """Only rank 0 carries results; the others just say that they are through."""
+        return Done(note=note, memory=self.backend.memory()), tensors if self.place.rank == 0 else {}
+
+    def _inverted(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        import torch
+
+        answers = {}
+        for name, tensor in tensors.items():
+            raw = tensor.reshape(-1).view(torch.uint8)
+            answer = self.connection.pool.empty((raw.numel(),), torch.uint8)
+            torch.bitwise_not(raw, out=answer)
+            answers[name] = answer.view(tensor.dtype).reshape(tensor.shape)
+        return answers
+
+    def _reply(self, call: int, body: Body, tensors: dict[str, torch.Tensor] | None = None) -> None:
+        with contextlib.suppress(wire.ConnectionLost):  # the reader ends the process
+            self.connection.send(call, body, tensors)
+
+
+def _failure(error: Exception) -> Failure:
+    kind = "failed"
+    if isinstance(error, Refusal):
+        kind = "refused"
+    elif type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        kind = "memory"
+    text = str(error) if kind == "refused" else f"{type(error).__name__}: {error}"
+    return Failure(kind=kind, message=text, traceback=traceback.format_exc())
+
+
+def _redirect_output(log: Path) -> None:
+    """This rank's output, of Python and of native libraries alike, goes to its own log."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    place = environment.rank_environment()
+    _redirect_output(launch.rank_log(directory, place.rank))
+    worker = Worker(directory, place)
+    worker.start()
+    worker.serve()
+
+
+if __name__ == "__main__":
+    main()
