@@ -61,7 +61,7 @@ def inspect_pipeline(path: Path) -> ModelFacts:
         encoder_bytes=sizes["text_encoder"] + sizes["text_encoder_2"],
         vae_bytes=sizes["vae"],
         stored_dtype=_stored_dtype(path, headers["transformer"]),
-        version=_version(path),
+        version=folder_version(path),
     )
 
 
@@ -198,7 +198,7 @@ def _stored_dtype(path: Path, files: Mapping[Path, Mapping[str, Any]]) -> str:
     return _DTYPES[dtype]
 
 
-def _version(path: Path) -> str:
+def folder_version(path: Path) -> str:
     """Changes when any file of the folder does, so that a replaced model is loaded again."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")):

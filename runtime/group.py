@@ -477,6 +477,10 @@ class Slot:
         """Give the model's memory back; the slot can be used again and then reloads."""
         GROUPS.unload(self.name, self.layout.devices)
 
+    def bytes_per_rank(self) -> int:
+        """Roughly what the fullest rank will hold on its device: its share of the transformer."""
+        return self.model.weight_bytes // self.layout.spec.tensor
+
     @property
     def loaded(self) -> bool:
         group = GROUPS.find(self.layout.devices)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .devices import choose_devices, default_cpu_ranks, physical_cards
-from .folder import inspect_pipeline
+from .folder import folder_version, inspect_pipeline
 from .spec import (
     AXES,
     STRATEGIES,
@@ -139,6 +139,16 @@ def _fastest(devices: Sequence[Device], count: int) -> tuple[Device, ...]:
     return tuple(device for device in devices if device in chosen)
 
 
+def check_devices(text: str) -> None:
+    """Refuse devices that cannot be read or do not exist on this machine."""
+    choose_devices(text, physical_cards())
+
+
+def model_version(path: Path) -> str:
+    """Changes when any file of the model's folder does."""
+    return folder_version(path)
+
+
 def check_pipeline(path: Path) -> ModelFacts:
     """What the pipeline folder holds. Raises Refusal for anything that cannot be loaded."""
     return inspect_pipeline(path)
@@ -151,6 +161,7 @@ def model_spec(facts: ModelFacts, dtype: str) -> ModelSpec:
         pipeline_class=facts.pipeline_class,
         dtype=facts.stored_dtype if dtype == "auto" else dtype,
         version=facts.version,
+        weight_bytes=facts.transformer_bytes,
     )
 
 

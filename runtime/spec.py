@@ -146,6 +146,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_class: str
     dtype: str
     version: str = ""
+    weight_bytes: int = 0
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -122,9 +122,8 @@ class PipelineSlot:
         """A component that rank 0 alone holds, in host RAM until its stage comes."""
         if cancelled():
             raise Cancelled("Cancelled while loading.")
-        dtype_name = "torch_dtype" if component is diffusers.AutoencoderKL else "dtype"
         module = component.from_pretrained(
-            self.folder / name, local_files_only=True, use_safetensors=True, **{dtype_name: self.dtype}
+            self.folder / name, local_files_only=True, use_safetensors=True, dtype=self.dtype
         )
         counter.add(_folder_bytes(self.folder / name))
         return module.eval().requires_grad_(False)

@@ -1,0 +1,20 @@
+"""The host side: what the user drags, and how a group looks like stock ComfyUI objects."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from . import comfy_host
+from .loaders import LoadPipeline
+from .parallel_config import ParallelConfigNode
+from .pipeline import Decode, EncodePrompt, SamplePipeline
+
+
+class ShardedExtension(ComfyExtension):
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [ParallelConfigNode, LoadPipeline, EncodePrompt, SamplePipeline, Decode]
+
+
+def comfy_entrypoint() -> ShardedExtension:
+    comfy_host.start()
+    return ShardedExtension()

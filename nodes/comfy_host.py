@@ -1,0 +1,233 @@
+"""The only module that touches ComfyUI's progress, cancel, previews, server, folders and memory manager.
+
+Everything is bound by name when it is used, so that one place adapts when ComfyUI moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import comfy.latent_formats
+import comfy.model_management
+import comfy.utils
+import folder_paths
+import latent_preview
+import torch
+from aiohttp import web
+from server import PromptServer
+
+from ..runtime.group import GROUPS, Slot
+from ..runtime.spec import Cancelled, Device, Progress, RankOutOfMemory
+
+log = logging.getLogger("comfyui-sharded")
+_SAID_CHARACTERS = 90
+_UNSAFE = str.maketrans({"<": "(", ">": ")", "&": "+", "*": "x", "_": "-", "#": "", "[": "(", "]": ")"})
+
+
+def start() -> None:
+    """Called once, when ComfyUI loads the pack."""
+    routes = PromptServer.instance.routes
+
+    @routes.get("/sharded/state")
+    async def state(_request: web.Request) -> web.Response:
+        """Groups, ranks, slots and memory, from what is known already. Read-only; takes no parameters."""
+        return web.json_response({"api": 1, "time": round(time.time(), 3), "groups": GROUPS.snapshot()})
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Model folders
+
+
+def pipeline_folders() -> list[str]:
+    """Names of the diffusers pipelines in ComfyUI's `diffusers` model folders."""
+    return sorted(_pipelines())
+
+
+def pipeline_path(name: str) -> Path | None:
+    """The folder of a name from `pipeline_folders`; nothing else resolves, so no path can be smuggled in."""
+    return _pipelines().get(name)
+
+
+def _pipelines() -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for parent in folder_paths.get_folder_paths("diffusers"):
+        for root, folders, files in os.walk(parent, followlinks=True):
+            if "model_index.json" in files:
+                folders.clear()  # a pipeline holds no other pipeline
+                found.setdefault(Path(root).relative_to(parent).as_posix(), Path(root))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Progress, text, previews and cancel
+
+
+def interrupted() -> bool:
+    """Whether the user pressed Cancel. Only looks: the flag is cleared by whoever raises."""
+    return comfy.model_management.processing_interrupted()
+
+
+@contextlib.contextmanager
+def comfy_errors() -> Iterator[None]:
+    """Turn the group's errors into ComfyUI's own where it has one: its interrupt, and its out-of-memory."""
+    try:
+        yield
+    except Cancelled:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        raise comfy.model_management.InterruptProcessingException from None
+    except RankOutOfMemory as error:
+        raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
+
+
+def say(node_id: str, text: str) -> None:
+    """One line of text on a node, in the client that queued the prompt."""
+    server = PromptServer.instance
+    line = text.translate(_UNSAFE)[:_SAID_CHARACTERS]
+    with contextlib.suppress(AttributeError):  # a server without the method still runs the workflow
+        server.send_progress_text(line, node_id, server.client_id)
+
+
+class NodeProgress:
+    """The bar, the preview and the text of one node while the group works for it."""
+
+    def __init__(self, node_id: str, latent_format: Any = None):
+        self.node_id = node_id
+        self._bar = comfy.utils.ProgressBar(1, node_id=node_id)
+        self._phase = ""
+        self._previewer = None
+        if latent_format is not None:
+            device = comfy.model_management.get_torch_device()
+            self._previewer = latent_preview.get_previewer(device, latent_format)
+
+    @property
+    def wants_preview(self) -> bool:
+        return self._previewer is not None
+
+    def report(self, progress: Progress, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Show how far a call has come. Raises ComfyUI's interrupt when the user pressed Cancel."""
+        if progress.phase != self._phase:
+            self._phase = progress.phase
+            say(self.node_id, _PHASES.get(progress.phase, progress.phase).format(total=progress.total))
+        preview = None
+        if self._previewer is not None and "preview" in tensors:
+            preview = self._previewer.decode_latent_to_preview_image("JPEG", tensors["preview"].clone())
+        self._bar.update_absolute(progress.done, progress.total, preview)
+
+
+_PHASES = {
+    "starting": "Starting {total} ranks",
+    "loading": "Reading weights",
+    "encoding": "Encoding",
+    "sampling": "Sampling",
+    "decoding": "Decoding",
+}
+
+
+def flux_latent_format() -> Any:
+    return comfy.latent_formats.Flux()
+
+
+def fix_empty_latent(samples: torch.Tensor, channels: int) -> torch.Tensor | None:
+    """`samples` with the right channel count if it is empty (as stock Empty Latent nodes make it); None if not."""
+    if samples.shape[1] == channels:
+        return samples
+    if torch.count_nonzero(samples):
+        return None
+    return torch.zeros((samples.shape[0], channels, *samples.shape[2:]), dtype=samples.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Memory: ComfyUI stays in charge
+
+
+def make_room(devices: tuple[Device, ...], nbytes: int) -> None:
+    """Ask ComfyUI to free what a rank will need, on every card of the group that ComfyUI itself uses."""
+    for device in comfy_devices(devices):
+        comfy.model_management.free_memory(nbytes * 1.1, device)
+    comfy.model_management.soft_empty_cache()  # cached blocks are invisible to the ranks
+
+
+def comfy_devices(devices: tuple[Device, ...]) -> list[torch.device]:
+    """The torch devices of this process that are cards of the group."""
+    wanted = {device.uuid.removeprefix("GPU-") for device in devices if device.kind == "cuda"}
+    if not wanted or not torch.cuda.is_available():
+        return []
+    return [
+        torch.device("cuda", index)
+        for index in range(torch.cuda.device_count())
+        if str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-") in wanted
+    ]
+
+
+class ManagedSlot:
+    """A loaded slot in ComfyUI's list of loaded models, so that its free, evict and unload reach the group.
+
+    Answers the calls that ComfyUI's memory manager makes on a model patcher. It never loads by itself: a node makes
+    the slot resident and then notes it here; evicting gives all of the slot's memory back on every device.
+    """
+
+    parent = None
+
+    class _Model:
+        """What ComfyUI's bookkeeping holds a weak reference to."""
+
+    def __init__(self, slot: Slot):
+        self.slot, self.model = slot, self._Model()
+        self.load_device = comfy.model_management.get_torch_device()
+        self.offload_device = torch.device("cpu")
+        self._size = 0
+
+    def note_loaded(self, weight_bytes: int) -> None:
+        """Enter the slot in the list; idempotent."""
+        on_this_device = self.load_device in comfy_devices(self.slot.layout.devices)
+        self._size = weight_bytes if on_this_device else 0
+        comfy.model_management.load_models_gpu([self])
+
+    def model_size(self) -> int:
+        return self._size
+
+    def loaded_size(self) -> int:
+        return self._size if self.slot.loaded else 0
+
+    def current_loaded_device(self) -> torch.device:
+        return self.load_device if self.slot.loaded else self.offload_device
+
+    def model_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def model_patches_to(self, _device_or_dtype: object) -> None: ...
+
+    def model_patches_models(self) -> list[Any]:
+        return []
+
+    def is_clone(self, other: object) -> bool:
+        return other is self
+
+    def is_dynamic(self) -> bool:
+        return False
+
+    def lowvram_patch_counter(self) -> int:
+        return 0
+
+    def partially_load(self, _device: object, _extra_memory: int = 0, force_patch_weights: bool = False) -> int:
+        return 0
+
+    def partially_unload(self, _device: object, _memory_to_free: int = 0, *_more: object) -> int:
+        """A slot with a hole is useless: all of it goes, or nothing."""
+        freed = self.loaded_size()
+        self.slot.unload()
+        return freed
+
+    def partially_unload_ram(self, _ram_to_unload: int) -> None: ...
+
+    def detach(self, unpatch_all: bool = True) -> object:
+        """`unpatch_all` False only prepares the next use."""
+        if unpatch_all:
+            self.slot.unload()
+        return self.model

@@ -1,0 +1,80 @@
+"""The loaders: from a model's name to a slot on a group."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from ..runtime import planner
+from ..runtime.group import GROUPS
+from ..runtime.spec import DTYPES, ParallelConfig, Refusal
+from . import comfy_host
+from .cables import CATEGORY, ParallelConfigCable, PipelineCable, ShardedPipeline
+
+
+class LoadPipeline(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ShardedLoadPipeline",
+            display_name="Load Pipeline (Sharded)",
+            category=CATEGORY,
+            description="Loads a diffusers pipeline folder onto a group of ranks, divided as the Parallel Config says.",
+            inputs=[
+                io.Combo.Input(
+                    "pipeline_name",
+                    options=comfy_host.pipeline_folders(),
+                    tooltip="A folder with a model_index.json in models/diffusers.",
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=list(DTYPES),
+                    default="auto",
+                    tooltip="Number format of the weights on the devices. auto keeps the one they are stored in.",
+                ),
+                ParallelConfigCable.Input(
+                    "parallel_config",
+                    optional=True,
+                    tooltip="How to divide the model. Without it: auto.",
+                ),
+            ],
+            outputs=[PipelineCable.Output("PIPELINE", display_name="pipeline")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, pipeline_name: str | None = None, dtype: str | None = None) -> bool | str:
+        for name, value, options in (
+            ("pipeline_name", pipeline_name, comfy_host.pipeline_folders()),
+            ("dtype", dtype, list(DTYPES)),
+        ):
+            if value is not None and value not in options:
+                return f"Value not in list: {name}: '{value}' not in {options}"
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, pipeline_name: str | None = None, **_others: object) -> str:
+        """A replaced model is loaded again, an unchanged one never is."""
+        path = comfy_host.pipeline_path(pipeline_name) if pipeline_name else None
+        return planner.model_version(path) if path else ""
+
+    @classmethod
+    def execute(cls, pipeline_name: str, dtype: str, parallel_config: ParallelConfig | None = None) -> io.NodeOutput:
+        path = comfy_host.pipeline_path(pipeline_name)
+        if path is None:
+            raise Refusal(
+                f"There is no pipeline '{pipeline_name}'.",
+                "Pipelines are folders with a model_index.json in ComfyUI's diffusers model folders.",
+                f"There are: {', '.join(comfy_host.pipeline_folders()) or 'none'}.",
+            )
+        facts = planner.check_pipeline(path)
+        layout = planner.plan(facts, parallel_config or ParallelConfig())
+        pipeline = ShardedPipeline(GROUPS.slot(layout, planner.model_spec(facts, dtype)))
+        was_loaded = pipeline.slot.loaded
+        progress = comfy_host.NodeProgress(cls.hidden.unique_id)
+        with comfy_host.comfy_errors():
+            info = pipeline.ensure(progress)
+        size = f"{info.weight_bytes / 2**30:.2f} GB each"
+        done = "already loaded" if was_loaded else f"loaded in {info.seconds:.1f} s"
+        ranks = f"{layout.spec.world_size} ranks, " if layout.spec.world_size > 1 else ""
+        comfy_host.say(cls.hidden.unique_id, f"{ranks}{layout.spec.describe()}, {size}, {done}")
+        return io.NodeOutput(pipeline)

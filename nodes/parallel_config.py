@@ -1,0 +1,81 @@
+"""Parallel Config: how a model is divided over devices."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from ..runtime import planner
+from ..runtime.spec import ATTENTION_BACKENDS, AXES, STRATEGIES, ParallelConfig, ParallelSpec, Refusal
+from .cables import CATEGORY, ParallelConfigCable
+
+_AXIS_TOOLTIPS = {
+    "tensor": "manual only: over how many devices each weight matrix is divided. Saves weight memory.",
+    "ulysses": "manual only: over how many devices the sequence is divided by attention heads. Lowers the time of a step.",
+    "ring": "manual only: ring attention. Not built yet: leave at 1.",
+    "stage": "manual only: consecutive layers per device. Not built yet: leave at 1.",
+    "replica": "manual only: full copies of the model. Not built yet: leave at 1.",
+}
+
+
+def parallel_config(
+    strategy: str = "auto", devices: str = "auto", attention: str = "auto", **degrees: int
+) -> ParallelConfig:
+    return ParallelConfig(
+        strategy=strategy, degrees=ParallelSpec(**degrees), devices=devices, attention=attention
+    )
+
+
+class ParallelConfigNode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ShardedParallelConfig",
+            display_name="Parallel Config",
+            category=CATEGORY,
+            description="How a model is divided over the devices of this machine. Connect it to a sharded loader.",
+            inputs=[
+                io.Combo.Input(
+                    "strategy",
+                    options=list(STRATEGIES),
+                    default="auto",
+                    tooltip="auto, prefer tensor and prefer context adapt to any machine; manual uses the degrees below.",
+                ),
+                *(
+                    io.Int.Input(axis, default=1, min=1, max=64, tooltip=_AXIS_TOOLTIPS[axis])
+                    for axis in ("tensor", "ulysses", "ring", "stage", "replica")
+                ),
+                io.String.Input(
+                    "devices",
+                    default="auto",
+                    tooltip="auto, cpu, or physical cards in PCI order such as 0,1,3 (whatever CUDA_VISIBLE_DEVICES says).",
+                ),
+                io.Combo.Input(
+                    "attention",
+                    options=list(ATTENTION_BACKENDS),
+                    default="auto",
+                    tooltip="Attention kernels. auto and native are PyTorch's own; the others are not built yet.",
+                ),
+            ],
+            outputs=[ParallelConfigCable.Output("PARALLEL_CONFIG", display_name="parallel_config")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, **values: object) -> bool | str:
+        """Refuse before the queue what can be refused without the model. Linked inputs are not known yet."""
+        known = {name: value for name, value in values.items() if value is not None}
+        try:
+            planner.check_config(parallel_config(**known))  # type: ignore[arg-type]
+            if isinstance(known.get("devices"), str):
+                planner.check_devices(known["devices"])
+        except Refusal as refusal:
+            return str(refusal)
+        except TypeError as error:
+            return f"Parallel Config cannot be read: {error}"
+        return True
+
+    @classmethod
+    def execute(cls, strategy: str, devices: str, attention: str, **degrees: int) -> io.NodeOutput:
+        assert set(degrees) == set(AXES)
+        config = parallel_config(strategy, devices, attention, **degrees)
+        planner.check_config(config)
+        return io.NodeOutput(config)
