@@ -64,6 +64,11 @@ def _pipelines() -> dict[str, Path]:
     return found
 
 
+def gpus_without_names(devices: tuple[Device, ...]) -> bool:
+    """Whether ComfyUI has a GPU while the group would run on the CPU because the cards could not be identified."""
+    return devices[0].kind == "cpu" and comfy.model_management.get_torch_device().type != "cpu"
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Progress, text, previews and cancel
 
@@ -133,12 +138,10 @@ def flux_latent_format() -> Any:
     return comfy.latent_formats.Flux()
 
 
-def fix_empty_latent(samples: torch.Tensor, channels: int) -> torch.Tensor | None:
-    """`samples` with the right channel count if it is empty (as stock Empty Latent nodes make it); None if not."""
-    if samples.shape[1] == channels:
+def fix_empty_latent(samples: torch.Tensor, channels: int) -> torch.Tensor:
+    """`samples`, with the right channel count if it is an empty picture as stock Empty Latent nodes make it."""
+    if samples.ndim != 4 or samples.shape[1] == channels or torch.count_nonzero(samples):
         return samples
-    if torch.count_nonzero(samples):
-        return None
     return torch.zeros((samples.shape[0], channels, *samples.shape[2:]), dtype=samples.dtype)
 
 
@@ -215,7 +218,9 @@ class ManagedSlot:
     def lowvram_patch_counter(self) -> int:
         return 0
 
-    def partially_load(self, _device: object, _extra_memory: int = 0, force_patch_weights: bool = False) -> int:
+    def partially_load(
+        self, _device: object, _extra_memory: int = 0, force_patch_weights: bool = False
+    ) -> int:
         return 0
 
     def partially_unload(self, _device: object, _memory_to_free: int = 0, *_more: object) -> int:

@@ -58,7 +58,9 @@ class LoadPipeline(io.ComfyNode):
         return planner.model_version(path) if path else ""
 
     @classmethod
-    def execute(cls, pipeline_name: str, dtype: str, parallel_config: ParallelConfig | None = None) -> io.NodeOutput:
+    def execute(
+        cls, pipeline_name: str, dtype: str, parallel_config: ParallelConfig | None = None
+    ) -> io.NodeOutput:
         path = comfy_host.pipeline_path(pipeline_name)
         if path is None:
             raise Refusal(
@@ -67,8 +69,15 @@ class LoadPipeline(io.ComfyNode):
                 f"There are: {', '.join(comfy_host.pipeline_folders()) or 'none'}.",
             )
         facts = planner.check_pipeline(path)
-        layout = planner.plan(facts, parallel_config or ParallelConfig())
-        pipeline = ShardedPipeline(GROUPS.slot(layout, planner.model_spec(facts, dtype)))
+        config = parallel_config or ParallelConfig()
+        layout = planner.plan(facts, config, dtype=dtype)
+        if config.devices != "cpu" and comfy_host.gpus_without_names(layout.devices):
+            raise Refusal(
+                "The GPUs of this machine could not be identified.",
+                "Ranks own NVIDIA cards by UUID, which the driver tells through the package nvidia-ml-py.",
+                "Works instead: pip install nvidia-ml-py, or devices cpu.",
+            )
+        pipeline = ShardedPipeline(GROUPS.slot(layout, planner.model_spec(facts, dtype, layout)))
         was_loaded = pipeline.slot.loaded
         progress = comfy_host.NodeProgress(cls.hidden.unique_id)
         with comfy_host.comfy_errors():

@@ -60,17 +60,13 @@ class ParallelConfigNode(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, **values: object) -> bool | str:
-        """Refuse before the queue what can be refused without the model. Linked inputs are not known yet."""
-        known = {name: value for name, value in values.items() if value is not None}
+    def validate_inputs(cls, devices: str | None = None) -> bool | str:
+        """Refuse devices before the queue. One input only: ComfyUI repeats a refusal for every input named here."""
         try:
-            planner.check_config(parallel_config(**known))  # type: ignore[arg-type]
-            if isinstance(known.get("devices"), str):
-                planner.check_devices(known["devices"])
+            if devices is not None:
+                planner.check_devices(devices)
         except Refusal as refusal:
             return str(refusal)
-        except TypeError as error:
-            return f"Parallel Config cannot be read: {error}"
         return True
 
     @classmethod

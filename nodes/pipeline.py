@@ -68,7 +68,7 @@ class SamplePipeline(io.ComfyNode):
                     min=0,
                     max=0xFFFFFFFFFFFFFFFF,
                     control_after_generate=True,
-                    tooltip="Decides the starting noise. The same seed gives the same picture in every layout.",
+                    tooltip="Decides the starting noise: the same seed gives the same noise in every layout.",
                 ),
                 io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Denoising steps that are made."),
                 io.Float.Input(
@@ -81,13 +81,27 @@ class SamplePipeline(io.ComfyNode):
                     "`positive` wins over it, models without guidance ignore it.",
                 ),
                 io.Int.Input(
-                    "width", default=1024, min=16, max=16384, step=16, tooltip="Pixels. A connected latent decides instead."
+                    "width",
+                    default=1024,
+                    min=16,
+                    max=16384,
+                    step=16,
+                    tooltip="Pixels. A connected latent decides instead.",
                 ),
                 io.Int.Input(
-                    "height", default=1024, min=16, max=16384, step=16, tooltip="Pixels. A connected latent decides instead."
+                    "height",
+                    default=1024,
+                    min=16,
+                    max=16384,
+                    step=16,
+                    tooltip="Pixels. A connected latent decides instead.",
                 ),
                 io.Int.Input(
-                    "batch_size", default=1, min=1, max=64, tooltip="Pictures at once. A connected latent decides instead."
+                    "batch_size",
+                    default=1,
+                    min=1,
+                    max=64,
+                    tooltip="Pictures at once. A connected latent decides instead.",
                 ),
                 io.Float.Input(
                     "denoise",
@@ -98,7 +112,9 @@ class SamplePipeline(io.ComfyNode):
                     tooltip="1 starts from noise alone; less keeps that much of the connected latent.",
                 ),
                 io.Latent.Input(
-                    "latent_image", optional=True, tooltip="Where to start from, and how large: stock latents fit."
+                    "latent_image",
+                    optional=True,
+                    tooltip="Where to start from, and how large: stock latents fit.",
                 ),
             ],
             outputs=[io.Latent.Output("LATENT", display_name="latent")],
@@ -152,7 +168,9 @@ class SamplePipeline(io.ComfyNode):
                 preview=progress.wants_preview,
             )
             start = time.monotonic()
-            reply = pipeline.slot.call(request, tensors, report=progress.report, cancelled=comfy_host.interrupted)
+            reply = pipeline.slot.call(
+                request, tensors, report=progress.report, cancelled=comfy_host.interrupted
+            )
         comfy_host.say(node_id, f"{steps} steps in {time.monotonic() - start:.1f} s")
         return io.NodeOutput({"samples": reply.tensors["samples"]})
 
@@ -167,7 +185,9 @@ class Decode(io.ComfyNode):
             description="Turns a latent into pictures with the pipeline's own VAE.",
             inputs=[
                 PipelineCable.Input("pipeline", tooltip=_PIPELINE_TOOLTIP),
-                io.Latent.Input("samples", tooltip="From Sample (Sharded Pipeline) or any stock latent of this model."),
+                io.Latent.Input(
+                    "samples", tooltip="From Sample (Sharded Pipeline) or any stock latent of this model."
+                ),
             ],
             outputs=[io.Image.Output("IMAGE", display_name="image")],
             hidden=[io.Hidden.unique_id],
@@ -198,7 +218,9 @@ def _read_conditioning(positive: list[Any], info: SlotInfo) -> tuple[dict[str, t
             "Works instead: one Encode Prompt node, with all of it in the text.",
         )
     embeds, extras = positive[0]
-    unknown = sorted(name for name, value in extras.items() if name not in _KNOWN_CONDITIONING and value is not None)
+    unknown = sorted(
+        name for name, value in extras.items() if name not in _KNOWN_CONDITIONING and value is not None
+    )
     if unknown:
         raise Refusal(
             f"The conditioning carries {', '.join(unknown)}.",
@@ -206,7 +228,10 @@ def _read_conditioning(positive: list[Any], info: SlotInfo) -> tuple[dict[str, t
             "Works here: a plain prompt, with Flux Guidance if you like.",
         )
     pooled = extras.get("pooled_output")
-    for name, tensor, width in (("text", embeds, info.text_width), ("pooled text", pooled, info.pooled_width)):
+    for name, tensor, width in (
+        ("text", embeds, info.text_width),
+        ("pooled text", pooled, info.pooled_width),
+    ):
         found = tensor.shape[-1] if tensor is not None else 0
         if found != width:
             raise Refusal(
@@ -225,9 +250,7 @@ def _read_latent(latent_image: dict[str, Any], info: SlotInfo) -> torch.Tensor:
             "Works here: the latent without Set Latent Noise Mask.",
         )
     latent = comfy_host.fix_empty_latent(latent_image["samples"], info.latent_channels)
-    if latent is None:
-        _check_channels(latent_image["samples"], info)
-    assert latent is not None
+    _check_channels(latent, info)
     return latent
 
 

@@ -14,7 +14,8 @@ CPU_SLOTS = 8  # CPU ranks are for tests and the demo; a workflow asks for more 
 def physical_cards() -> tuple[Device, ...]:
     """Every NVIDIA card in PCI order, also those hidden from ComfyUI by CUDA_VISIBLE_DEVICES.
 
-    Free bytes are the driver's, so they see other processes. Empty without a driver.
+    Free bytes are the driver's, so they see other processes. Empty without a driver; a card that the driver has
+    lost is left out, and one that does not tell its memory has 0 bytes.
     """
     try:
         import pynvml
@@ -24,21 +25,29 @@ def physical_cards() -> tuple[Device, ...]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return ()
+    cards = []
     try:
-        return tuple(_card(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(pynvml.NVMLError):
+                cards.append(_card(pynvml, index))
+    except pynvml.NVMLError:
+        return ()
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+    return tuple(cards)
 
 
 def _card(nvml, index: int) -> Device:  # type: ignore[no-untyped-def]
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    text = [part.decode() if isinstance(part, bytes) else part for part in (uuid, name)]
-    return Device(
-        kind="cuda", index=index, uuid=text[0], name=text[1], total_bytes=memory.total, free_bytes=memory.free
-    )
+    total = free = 0
+    # Cards that share the host's memory have none of their own to tell.
+    with contextlib.suppress(nvml.NVMLError):
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        total, free = memory.total, memory.free
+    text = [part.decode(errors="replace") if isinstance(part, bytes) else part for part in (uuid, name)]
+    return Device(kind="cuda", index=index, uuid=text[0], name=text[1], total_bytes=total, free_bytes=free)
 
 
 def cpu_devices(count: int = CPU_SLOTS) -> tuple[Device, ...]:
@@ -55,14 +64,17 @@ def choose_devices(wanted: str, cards: Sequence[Device]) -> tuple[Device, ...]:
 
     Raises Refusal for cards that do not exist, are named twice, or text that is neither.
     """
-    text = wanted.strip().lower()
+    wanted = " ".join(wanted.split())
+    text = wanted.lower()
     if text in ("", "auto"):
         return tuple(cards) or cpu_devices()
     if text == "cpu":
         return cpu_devices()
-    there = ", ".join(f"{card.index} ({card.name})" for card in cards) or "none, so only auto or cpu work here"
+    there = (
+        ", ".join(f"{card.index} ({card.name})" for card in cards) or "none, so only auto or cpu work here"
+    )
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
+    if not all(part.isdecimal() and len(part) < 10 for part in parts):
         raise Refusal(
             f"Devices '{wanted}' cannot be read.",
             "Devices are auto, cpu, or the numbers of physical cards in PCI order, such as 0,1,3.",

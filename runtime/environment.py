@@ -44,7 +44,8 @@ def group_environment(devices: tuple[Device, ...]) -> dict[str, str]:
         for name, value in os.environ.items()
         # A ComfyUI that itself runs under torchrun must not lend its rank to ours; with safe-path set, `-m` would
         # not find our package in the working directory.
-        if not name.startswith(("TORCHELASTIC_", "TORCH_NCCL_")) and name not in _NOT_INHERITED
+        # PET_* are torchrun's options as variables: PET_STANDALONE alone would open its store to the network.
+        if not name.startswith(("PET_", "TORCHELASTIC_", "TORCH_NCCL_")) and name not in _NOT_INHERITED
     }
     threads = max(1, (os.cpu_count() or 1) // len(devices))
     environment |= {
@@ -66,7 +67,8 @@ def group_environment(devices: tuple[Device, ...]) -> dict[str, str]:
 
 
 _NOT_INHERITED = {
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "PYTHONSAFEPATH",
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,111 +29,183 @@ ALLOWED: dict[str, dict[str, frozenset[tuple[str, str]]]] = {
 }
 # Components a folder may name but this pack does not use; they must be empty.
 _OPTIONAL = {"image_encoder", "feature_extractor"}
-_WEIGHTS = {"transformer": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}
+_WEIGHTS = {
+    "transformer": "diffusion_pytorch_model",
+    "vae": "diffusion_pytorch_model",
+    "text_encoder": "model",
+    "text_encoder_2": "model",
+}
+_MOST_HEADS = 4096  # far beyond any model: a number from a file must not keep the planner counting
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def inspect_pipeline(path: Path) -> ModelFacts:
     """Read and check a pipeline folder. Raises Refusal."""
-    index = _json(path / "model_index.json", f"'{path.name}' is not a diffusers pipeline folder.")
-    pipeline = index.get("_class_name")
-    if pipeline not in ALLOWED:
+    try:
+        return _inspect(path)
+    except OSError as error:
         raise Refusal(
-            f"'{path.name}' is a {pipeline}, which this pack cannot run yet.",
+            f"'{_line(path.name)}' cannot be read.",
+            f"The system says: {_line(error)}.",
+            "Make the folder readable for ComfyUI, or download the model again.",
+        ) from error
+
+
+def _inspect(path: Path) -> ModelFacts:
+    name = _line(path.name)
+    index = _json(path / "model_index.json", f"'{name}' is not a diffusers pipeline folder.")
+    pipeline = index.get("_class_name")
+    if not isinstance(pipeline, str) or pipeline not in ALLOWED:
+        raise Refusal(
+            f"'{name}' is a {_line(pipeline)}, which this pack cannot run yet.",
             "Every pipeline it accepts is tested in every layout against one process.",
             f"Works here: {', '.join(sorted(ALLOWED))}.",
         )
-    _check_classes(path, pipeline, index)
-    config = _json(path / "transformer" / "config.json", f"'{path.name}' has no transformer.")
-    if "quantization_config" in config:
-        raise Refusal(
-            f"The transformer of '{path.name}' is quantized.",
-            "Quantized weights are packed in a form that cannot be divided over ranks yet.",
-            "Works instead: the same model in bf16, fp16 or fp32.",
-        )
-    headers = {name: _headers(path / name, name) for name in ("transformer", "vae", "text_encoder", "text_encoder_2")}
-    sizes = {name: sum(_tensor_bytes(h) for h in files.values()) for name, files in headers.items()}
+    _check_classes(name, pipeline, index)
+    incomplete = "The {} of '{}' is not complete."
+    configs = {part: _json(path / part / "config.json", incomplete.format(part, name)) for part in _WEIGHTS}
+    _check_configs(name, pipeline, configs)
+    _json(path / "scheduler" / "scheduler_config.json", incomplete.format("scheduler", name))
+    for part in ("tokenizer", "tokenizer_2"):
+        if not any((path / part).glob("*.json")):
+            raise Refusal(
+                incomplete.format(part, name),
+                f"It has no {part}/*.json.",
+                "Download the whole folder of the model.",
+            )
+    headers = {part: _headers(path / part, part) for part in _WEIGHTS}
+    sizes = {part: sum(_tensor_bytes(h) for h in files.values()) for part, files in headers.items()}
     return ModelFacts(
         path=str(path),
         pipeline_class=pipeline,
-        transformer_class=config["_class_name"],
-        heads=int(config.get("num_attention_heads", 24)),
+        transformer_class=configs["transformer"]["_class_name"],
+        heads=_heads(name, configs["transformer"]),
         transformer_bytes=sizes["transformer"],
+        split_bytes=sum(_split_bytes(header) for header in headers["transformer"].values()),
         encoder_bytes=sizes["text_encoder"] + sizes["text_encoder_2"],
         vae_bytes=sizes["vae"],
-        stored_dtype=_stored_dtype(path, headers["transformer"]),
+        stored_dtype=_stored_dtype(name, headers["transformer"]),
         version=folder_version(path),
     )
 
 
+def _line(value: object) -> str:
+    """A value that a file or the system gave, as part of one line of a message."""
+    text = reprlib.repr(value) if isinstance(value, list | dict) else str(value)
+    return "".join(char if char.isprintable() else " " for char in text[:200])
+
+
 def _json(file: Path, what: str) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError:
-        content = None
-    except (OSError, ValueError) as error:
-        raise Refusal(what, f"{file.name} cannot be read: {error}.", "Download that file of the model again.") from error
-    if not isinstance(content, dict):
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
         raise Refusal(
             what,
-            f"It has no {file.parent.name}/{file.name}.",
-            "A pipeline folder lies in models/diffusers and holds model_index.json beside transformer/, vae/ and so on.",
-        )
+            f"It has no {_line(file.parent.name)}/{file.name}.",
+            "A pipeline folder lies in models/diffusers and holds model_index.json, transformer/, vae/ and so on.",
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise Refusal(
+            what, f"{file.name} cannot be read: {_line(error)}.", "Download that file of the model again."
+        ) from error
+    if not isinstance(content, dict):
+        raise Refusal(what, f"{file.name} holds no JSON object.", "Download that file of the model again.")
     return content
 
 
-def _check_classes(path: Path, pipeline: str, index: Mapping[str, Any]) -> None:
+def _check_classes(model: str, pipeline: str, index: Mapping[str, Any]) -> None:
+    """Refuse a model_index.json that names other classes than the allowed ones, or too few."""
     allowed = ALLOWED[pipeline]
-    named = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
+    named = {
+        name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)
+    }
     for name, value in named.items():
-        pair = tuple(value)
-        if pair == (None, None) and (name in _OPTIONAL or name not in allowed):
+        if value == [None, None] and (name in _OPTIONAL or name not in allowed):
             continue
-        if name not in allowed or pair not in allowed[name]:
+        if value not in [list(pair) for pair in allowed.get(name, ())]:
             raise Refusal(
-                f"'{path.name}' wants {'.'.join(map(str, value))} as its {name}.",
+                f"'{model}' wants {'.'.join(map(_line, value))} as its {_line(name)}.",
                 f"Only known classes are ever loaded, and for a {pipeline} this is not one of them.",
                 "Works here: the components the model was published with.",
             )
     missing = sorted(set(allowed) - set(named))
     if missing:
         raise Refusal(
-            f"'{path.name}' names no {', '.join(missing)}.",
+            f"'{model}' names no {', '.join(missing)}.",
             f"A {pipeline} needs all of {', '.join(sorted(allowed))}.",
             "Download the whole folder of the model.",
         )
-    for name, pairs in allowed.items():
-        config = path / name / "config.json"
-        if name in ("transformer", "vae"):
-            found = _json(config, f"The {name} of '{path.name}' is not complete.").get("_class_name")
-            if found not in {cls for _, cls in pairs}:
-                raise Refusal(
-                    f"The {name} of '{path.name}' is a {found}.",
-                    f"model_index.json and {name}/config.json must name the same known class.",
-                    f"Works here: {', '.join(sorted(cls for _, cls in pairs))}.",
-                )
+
+
+def _check_configs(model: str, pipeline: str, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a component whose own config.json names another class, or quantized weights."""
+    for name, config in configs.items():
+        classes = sorted(cls for _, cls in ALLOWED[pipeline][name])
+        # Configs of transformers models name an architecture for information only; index and allow-list decide.
+        if name in ("transformer", "vae") and config.get("_class_name") not in classes:
+            raise Refusal(
+                f"The {name} of '{model}' is a {_line(config.get('_class_name'))}.",
+                f"model_index.json and {name}/config.json must name the same known class.",
+                f"Works here: {', '.join(classes)}.",
+            )
+        if config.get("quantization_config") is not None:
+            raise Refusal(
+                f"The {name} of '{model}' is quantized.",
+                "Quantized weights are packed in a form that cannot be loaded or divided over ranks yet.",
+                "Works instead: the same model in bf16, fp16 or fp32.",
+            )
+
+
+def _heads(model: str, config: Mapping[str, Any]) -> int:
+    heads = config.get("num_attention_heads", 24)  # diffusers' default
+    if isinstance(heads, bool) or not isinstance(heads, int) or not 1 <= heads <= _MOST_HEADS:
+        raise Refusal(
+            f"The transformer of '{model}' has no usable number of attention heads.",
+            f"Its config.json says num_attention_heads {_line(heads)}.",
+            "Download that file of the model again.",
+        )
+    return heads
+
+
+def _weight_files(folder: Path, component: str) -> list[Path]:
+    """The safetensors files of a component, one or as many as its index names. Raises Refusal for any other name."""
+    stem = _WEIGHTS[component]
+    index = folder / f"{stem}.safetensors.index.json"
+    if not index.exists():
+        return [folder / f"{stem}.safetensors"]
+    placed = _json(index, f"The {component} is damaged.").get("weight_map")
+    names = list(placed.values()) if isinstance(placed, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise Refusal(
+            f"The {component} is damaged.",
+            f"{index.name} does not say which file holds which tensor.",
+            "Download that file of the model again.",
+        )
+    if any(Path(name).name != name or name == ".." for name in names):
+        raise Refusal(
+            f"The {component}'s index names files outside its folder.",
+            "Weights are only read from the model's own folder.",
+            "Download the model again from its publisher.",
+        )
+    if others := sorted({name for name in names if not name.endswith(".safetensors")}):
+        raise Refusal(
+            f"The {component}'s index names {_line(others[0])}.",
+            "Only files called .safetensors are read: other formats can run code.",
+            "Download the safetensors files of the model, and leave their names as they are.",
+        )
+    return [folder / name for name in sorted(set(names))]
 
 
 def _headers(folder: Path, component: str) -> dict[Path, dict[str, Any]]:
     """The safetensors headers of a component. Raises Refusal for other weights, missing or damaged files."""
-    stem = _WEIGHTS.get(component, "model")
-    index = folder / f"{stem}.safetensors.index.json"
-    if index.exists():
-        files = [folder / name for name in sorted(set(_json(index, f"The {component} is damaged.")["weight_map"].values()))]
-        outside = [file for file in files if file.parent != folder or ".." in file.name]
-        if outside:
-            raise Refusal(
-                f"The {component}'s index names files outside its folder.",
-                "Weights are only read from the model's own folder.",
-                "Download the model again from its publisher.",
-            )
-    else:
-        files = [folder / f"{stem}.safetensors"]
+    files = _weight_files(folder, component)
     for file in files:
         if not file.is_file():
-            others = sorted(f.name for f in folder.glob("*") if f.suffix in (".bin", ".pt", ".ckpt", ".safetensors"))
+            others = sorted(
+                f.name for f in folder.glob("*") if f.suffix in (".bin", ".pt", ".ckpt", ".safetensors")
+            )
             raise Refusal(
-                f"The {component} has no file {file.name}.",
+                f"The {component} has no file {_line(file.name)}.",
                 f"Weights are read from safetensors files under their usual names; there {_lie(others)}.",
                 "Download the safetensors files of the model, and leave their names as they are.",
             )
@@ -140,7 +213,7 @@ def _headers(folder: Path, component: str) -> dict[Path, dict[str, Any]]:
 
 
 def _lie(names: list[str]) -> str:
-    return f"is only {', '.join(names)}" if names else "are no weights at all"
+    return f"is only {', '.join(map(_line, names))}" if names else "are no weights at all"
 
 
 def read_header(file: Path) -> dict[str, Any]:
@@ -156,22 +229,43 @@ def read_header(file: Path) -> dict[str, Any]:
             raise _not_safetensors(file)
         try:
             header = json.loads(opened.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _not_safetensors(file) from error
+    if not isinstance(header, dict):
+        raise _not_safetensors(file)
     header.pop("__metadata__", None)
-    expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size < expected:
+    if not all(map(_is_entry, header.values())):
+        raise _not_safetensors(file)
+    expected = 8 + length + _tensor_bytes(header)
+    if size != expected:
+        wrong, reason = (
+            ("cut short", "a download that did not finish")
+            if size < expected
+            else ("too long", "a damaged download")
+        )
         raise Refusal(
-            f"{file.parent.name}/{file.name} is cut short.",
-            f"It should have {expected:,} bytes and has {size:,}: a download that did not finish.",
+            f"{_name(file)} is {wrong}.",
+            f"It should have {expected:,} bytes and has {size:,}: {reason}.",
             "Download that file again.",
         )
     return header
 
 
+def _is_entry(entry: object) -> bool:
+    """Whether a header's entry describes a tensor: dtype, shape, and first and last byte of its data."""
+    match entry:
+        case {"dtype": str(), "shape": list(shape), "data_offsets": [int(first), int(last)]}:
+            return 0 <= first <= last < 1 << 63 and all(isinstance(size, int) and size >= 0 for size in shape)
+    return False
+
+
+def _name(file: Path) -> str:
+    return f"{_line(file.parent.name)}/{_line(file.name)}"
+
+
 def _not_safetensors(file: Path) -> Refusal:
     return Refusal(
-        f"{file.parent.name}/{file.name} is not a safetensors file.",
+        f"{_name(file)} is not a safetensors file.",
         "Its first bytes are not a safetensors header, whatever its name says.",
         "Download the safetensors file of the model; other formats can run code and are not read.",
     )
@@ -181,28 +275,47 @@ def _tensor_bytes(header: Mapping[str, Any]) -> int:
     return max((entry["data_offsets"][1] for entry in header.values()), default=0)
 
 
-def _stored_dtype(path: Path, files: Mapping[Path, Mapping[str, Any]]) -> str:
-    """The dtype most bytes are stored in. Raises Refusal for one that cannot be loaded yet."""
+def _split_bytes(header: Mapping[str, Any]) -> int:
+    """Bytes of the matrices inside the blocks, modulation left out: what upstream's tensor plans divide."""
+    return sum(
+        entry["data_offsets"][1] - entry["data_offsets"][0]
+        for name, entry in header.items()
+        if "transformer_blocks." in name and ".norm" not in name and len(entry["shape"]) > 1
+    )
+
+
+def _stored_dtype(model: str, files: Mapping[Path, Mapping[str, Any]]) -> str:
+    """The dtype most bytes are stored in. Raises Refusal if any are in one that cannot be loaded yet."""
     amounts: dict[str, int] = {}
     for header in files.values():
         for entry in header.values():
             first, last = entry["data_offsets"]
             amounts[entry["dtype"]] = amounts.get(entry["dtype"], 0) + last - first
-    dtype = max(amounts, key=lambda name: amounts[name])
-    if dtype not in _DTYPES:
+    if not amounts:
         raise Refusal(
-            f"The transformer of '{path.name}' is stored as {dtype}.",
+            f"The transformer of '{model}' holds no weights.",
+            "Its safetensors files name no tensor.",
+            "Download the safetensors files of the model again.",
+        )
+    # One such tensor is enough: fp8 weights come with scales, which would be dropped without a word.
+    if others := sorted(set(amounts) - set(_DTYPES)):
+        raise Refusal(
+            f"The transformer of '{model}' is {'partly ' if len(amounts) > 1 else ''}stored as {_line(others[0])}.",
             "Only whole bf16, fp16 and fp32 weights can be divided over ranks yet.",
             "Works instead: the same model in bf16, fp16 or fp32.",
         )
-    return _DTYPES[dtype]
+    return _DTYPES[max(amounts, key=lambda name: amounts[name])]
 
 
 def folder_version(path: Path) -> str:
-    """Changes when any file of the folder does, so that a replaced model is loaded again."""
+    """Changes when any file of a pipeline folder does, so that a replaced model is loaded again.
+
+    Looks into components that are links to folders elsewhere, but no deeper than a pipeline goes.
+    """
     digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")):
+    for file in sorted([*path.glob("*"), *path.glob("*/*")]):
         if file.is_file():
             status = file.stat()
-            digest.update(f"{file.relative_to(path)} {status.st_size} {status.st_mtime_ns}\n".encode())
+            entry = f"{file.relative_to(path)} {status.st_size} {status.st_mtime_ns}\n"
+            digest.update(entry.encode(errors="surrogateescape"))
     return digest.hexdigest()[:16]

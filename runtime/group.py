@@ -111,7 +111,9 @@ class _Session:
             self.processes.watch(pid)
         connection = wire.Connection(newcomer, self.pool)
         self.connections[rank] = connection
-        threading.Thread(target=self._read, args=(rank, connection), name=f"sharded-rank-{rank}", daemon=True).start()
+        threading.Thread(
+            target=self._read, args=(rank, connection), name=f"sharded-rank-{rank}", daemon=True
+        ).start()
 
     def _read(self, rank: int, connection: wire.Connection) -> None:
         try:
@@ -151,7 +153,9 @@ def _peer_pid(sock: socket.socket) -> int | None:
     """The kernel's word on who is at the other end of a Unix socket; refuses nothing by itself."""
     if not hasattr(socket, "SO_PEERCRED") or sock.family != socket.AF_UNIX:
         return None
-    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    pid, _, _ = struct.unpack(
+        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     return pid
 
 
@@ -206,7 +210,9 @@ class WorkerGroup:
                 raise self._died(session, rank, "starting")
             elif rank < 0 and session.processes.agent_ended() is not None:
                 tail = launch.log_tail(launch.agent_log(session.directory), 25)
-                raise RankError(f"torchrun ended while the group was starting.\nIts last lines:\n{tail}", kind="start")
+                raise RankError(
+                    f"torchrun ended while the group was starting.\nIts last lines:\n{tail}", kind="start"
+                )
             if cancelled is not None and cancelled():
                 raise Cancelled("Cancelled while the group was starting.")
             if time.monotonic() > deadline:
@@ -252,7 +258,9 @@ class WorkerGroup:
             try:
                 with session.pool.stage(tensors or {}) as staged:
                     for connection in session.connections.values():
-                        with contextlib.suppress(wire.ConnectionLost):  # the reader reports it with the rank's name
+                        with contextlib.suppress(
+                            wire.ConnectionLost
+                        ):  # the reader reports it with the rank's name
                             connection.send(self._call, request, staged)
                 return self._collect(session, report, cancelled)
             finally:
@@ -286,7 +294,9 @@ class WorkerGroup:
                     if report is not None and raised is None:
                         try:
                             report(_together(progress), message.tensors)
-                        except BaseException as error:  # ComfyUI raises its interrupt from inside a progress bar
+                        except (
+                            BaseException
+                        ) as error:  # ComfyUI raises its interrupt from inside a progress bar
                             raised = error
                 elif isinstance(message.body, Failure):
                     failures[rank] = message.body
@@ -314,6 +324,8 @@ class WorkerGroup:
         if real:
             rank = min(real, key=lambda r: (real[r].kind != "memory", r))
             error = self._failed(session, rank, real[rank], doing)
+            if any(failure.kind == "empty" for failure in real.values()):
+                self.slots.clear()  # host and ranks disagree about what is held: load again on the next use
             if len(replies) + len(failures) < len(session.connections):
                 self.close(str(error).partition("\n")[0])
             raise error
@@ -333,7 +345,9 @@ class WorkerGroup:
             "Queue the prompt again: the group starts anew by itself."
         )
         self.close(text.partition("\n")[0])
-        return RankError(f"{text}\n\nLast lines of its log:\n{tail}" if tail else text, rank=first, kind="died")
+        return RankError(
+            f"{text}\n\nLast lines of its log:\n{tail}" if tail else text, rank=first, kind="died"
+        )
 
     def _failed(
         self, session: _Session, rank: int, failure: Failure, doing: str, kind: str | None = None
@@ -398,7 +412,13 @@ class WorkerGroup:
 
 ShardedException = RankError | Refusal
 
-_ING = {"load": "loading", "encode": "encoding", "sample": "sampling", "decode": "decoding", "unload": "unloading"}
+_ING = {
+    "load": "loading",
+    "encode": "encoding",
+    "sample": "sampling",
+    "decode": "decoding",
+    "unload": "unloading",
+}
 
 
 def _ing(phase: str) -> str:
@@ -476,10 +496,6 @@ class Slot:
     def unload(self) -> None:
         """Give the model's memory back; the slot can be used again and then reloads."""
         GROUPS.unload(self.name, self.layout.devices)
-
-    def bytes_per_rank(self) -> int:
-        """Roughly what the fullest rank will hold on its device: its share of the transformer."""
-        return self.model.weight_bytes // self.layout.spec.tensor
 
     @property
     def loaded(self) -> bool:

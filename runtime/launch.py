@@ -69,7 +69,11 @@ class Processes:
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes=1", f"--nproc-per-node={len(devices)}", "--max-restarts=0"),
             # File rendezvous: with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 this leaves no listener but loopback.
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={directory / 'rendezvous'}", "--rdzv-conf=store_type=file"),
+            *(
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={directory / 'rendezvous'}",
+                "--rdzv-conf=store_type=file",
+            ),
             f"--rdzv-id={secrets.token_hex(8)}",
             *("--module", "runtime.worker", str(directory)),
         ]

@@ -22,6 +22,7 @@ from .spec import (
 # Transformers that upstream has a tensor plan and a context plan for, and that are tested here in both.
 TENSOR_CLASSES = frozenset({"FluxTransformer2DModel"})
 CONTEXT_CLASSES = frozenset({"FluxTransformer2DModel"})
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NOT_BUILT = {
     "ring": "ring attention (ring) is not built yet; ulysses also splits the sequence",
     "stage": "consecutive layers per rank (stage) is not built yet; tensor also divides the weights",
@@ -48,7 +49,9 @@ def check_config(config: ParallelConfig) -> None:
     degrees = config.degrees.degrees()
     for axis in AXES:
         if degrees[axis] < 1:
-            raise Refusal(f"{axis} {degrees[axis]} is no degree.", "A degree counts ranks.", f"Works here: {axis} 1.")
+            raise Refusal(
+                f"{axis} {degrees[axis]} is no degree.", "A degree counts ranks.", f"Works here: {axis} 1."
+            )
         if axis in _NOT_BUILT and degrees[axis] > 1:
             raise Refusal(
                 f"{axis} {degrees[axis]} cannot be used.",
@@ -63,7 +66,9 @@ def check_config(config: ParallelConfig) -> None:
         )
 
 
-def plan(facts: ModelFacts, config: ParallelConfig, cards: Sequence[Device] | None = None) -> Layout:
+def plan(
+    facts: ModelFacts, config: ParallelConfig, cards: Sequence[Device] | None = None, dtype: str = "auto"
+) -> Layout:
     """The layout for this model on this machine, or Refusal. `cards` are this machine's if not given."""
     check_config(config)
     devices = choose_devices(config.devices, physical_cards() if cards is None else cards)
@@ -71,27 +76,63 @@ def plan(facts: ModelFacts, config: ParallelConfig, cards: Sequence[Device] | No
         spec = config.degrees
         reason = "as set on the Parallel Config"
     else:
-        spec, reason = _adapt(facts, config.strategy, devices)
+        spec, reason = _adapt(facts, config.strategy, dtype, devices)
     _check(facts, spec, devices)
-    return Layout(spec=spec, devices=_fastest(devices, spec.world_size), reason=reason)
+    chosen = _largest(devices, spec.world_size)
+    _check_room(rank_bytes(facts, dtype, spec), spec, chosen)
+    return Layout(spec=spec, devices=chosen, reason=reason)
 
 
-def _adapt(facts: ModelFacts, strategy: str, devices: Sequence[Device]) -> tuple[ParallelSpec, str]:
-    """The adaptive strategies: never more ranks than devices, never a degree that does not divide the heads."""
+def _adapt(
+    facts: ModelFacts, strategy: str, dtype: str, devices: Sequence[Device]
+) -> tuple[ParallelSpec, str]:
+    """The adaptive strategies: never more ranks than devices, never a degree that does not divide the heads.
+
+    The context axis takes powers of two only: any other degree leaves a remainder of the 512 text tokens.
+    """
     available = len(devices) if devices[0].kind == "cuda" else min(default_cpu_ranks(), len(devices))
-    most = max(_degrees_for(facts.heads, available))
+    degrees = _degrees_for(facts.heads, available)
+    most = max(degrees)
+    even = max(degree for degree in degrees if degree & (degree - 1) == 0)
     if most == 1:
         return ParallelSpec(), "only one device can be used"
     if strategy == "prefer tensor":
         return ParallelSpec(tensor=most), "tensor is preferred: every rank holds a part of the weights"
     if strategy == "prefer context":
-        return ParallelSpec(ulysses=most), "context is preferred: every rank holds all weights and a part of the sequence"
+        reason = "context is preferred: every rank holds all weights and a part of the sequence"
+        return ParallelSpec(ulysses=even), reason
     if devices[0].kind == "cpu":
         return ParallelSpec(tensor=most), "ranks on the CPU share one memory, so the weights are divided"
-    need = facts.transformer_bytes * 1.15  # room for activations
-    if min(device.free_bytes or device.total_bytes for device in devices) > need:
-        return ParallelSpec(ulysses=most), "the weights fit on every card, so the sequence is divided for speed"
+    # By what the cards have, not by what is free now: ComfyUI makes room, and the choice stays the same next time.
+    whole = rank_bytes(facts, dtype, ParallelSpec())
+    if even > 1 and all(_usable(device) >= whole for device in _largest(devices, even)):
+        reason = "the weights fit on every card, so the sequence is divided for speed"
+        return ParallelSpec(ulysses=even), reason
     return ParallelSpec(tensor=most), "the weights do not fit on one card, so they are divided"
+
+
+def rank_bytes(facts: ModelFacts, dtype: str, spec: ParallelSpec) -> int:
+    """Bytes of the transformer on one rank: its part of what is divided, all of the rest."""
+    stored = facts.transformer_bytes - facts.split_bytes + facts.split_bytes // spec.tensor
+    wanted = facts.stored_dtype if dtype == "auto" else dtype
+    return stored * _ITEM_BYTES[wanted] // _ITEM_BYTES[facts.stored_dtype]
+
+
+def _usable(device: Device) -> int:
+    """What weights may take of a card: the rest is for activations, the driver and a display."""
+    return int(device.total_bytes * 0.85)
+
+
+def _check_room(need: int, spec: ParallelSpec, devices: Sequence[Device]) -> None:
+    smallest = min(devices, key=lambda device: device.total_bytes)
+    if smallest.kind == "cpu" or need <= _usable(smallest):
+        return
+    raise Refusal(
+        f"{spec.describe()} needs {need / 2**30:.1f} GB for weights on every card; {smallest.label} "
+        f"has {smallest.total_bytes / 2**30:.1f} GB.",
+        "A rank's share of the transformer stays on its card, and the pictures need room beside it.",
+        "Works instead: a larger tensor degree, more cards, or a smaller dtype.",
+    )
 
 
 def _check(facts: ModelFacts, spec: ParallelSpec, devices: Sequence[Device]) -> None:
@@ -115,7 +156,7 @@ def _check(facts: ModelFacts, spec: ParallelSpec, devices: Sequence[Device]) -> 
                 f"Works here: one rank; {axis} for {', '.join(sorted(classes))}.",
             )
         if facts.heads % degree:
-            nearest_two = _nearest(facts.heads, degree)
+            nearest_two = _nearest(facts.heads, degree, len(devices))
             raise Refusal(
                 f"{axis} {degree} does not divide the {facts.heads} attention heads of this model.",
                 "Heads are divided evenly over the ranks; uneven splits are not built yet.",
@@ -127,15 +168,15 @@ def _degrees_for(heads: int, available: int) -> list[int]:
     return [degree for degree in range(1, available + 1) if heads % degree == 0]
 
 
-def _nearest(heads: int, degree: int) -> list[int]:
-    """The divisors of `heads` next below and above `degree`."""
-    divisors = [d for d in range(1, heads + 1) if heads % d == 0]
+def _nearest(heads: int, degree: int, available: int) -> list[int]:
+    """The divisors of `heads` next below and above `degree` that `available` devices can serve."""
+    divisors = _degrees_for(heads, available)
     return [*[d for d in divisors if d < degree][-1:], *[d for d in divisors if d > degree][:1]]
 
 
-def _fastest(devices: Sequence[Device], count: int) -> tuple[Device, ...]:
-    """The `count` devices with the most free memory, in their given order."""
-    chosen = sorted(devices, key=lambda device: -device.free_bytes)[:count]
+def _largest(devices: Sequence[Device], count: int) -> tuple[Device, ...]:
+    """The `count` devices with the most memory, in their given order."""
+    chosen = sorted(devices, key=lambda device: -device.total_bytes)[:count]
     return tuple(device for device in devices if device in chosen)
 
 
@@ -154,14 +195,14 @@ def check_pipeline(path: Path) -> ModelFacts:
     return inspect_pipeline(path)
 
 
-def model_spec(facts: ModelFacts, dtype: str) -> ModelSpec:
+def model_spec(facts: ModelFacts, dtype: str, layout: Layout) -> ModelSpec:
     """The model in the dtype asked for; "auto" is the dtype it is stored in."""
     return ModelSpec(
         path=facts.path,
         pipeline_class=facts.pipeline_class,
         dtype=facts.stored_dtype if dtype == "auto" else dtype,
         version=facts.version,
-        weight_bytes=facts.transformer_bytes,
+        rank_bytes=rank_bytes(facts, dtype, layout.spec),
     )
 
 
@@ -186,8 +227,13 @@ def check_tokens(spec: ParallelSpec, text_tokens: int, width: int, height: int, 
     for name, tokens in (("text", text_tokens), ("picture", image_tokens)):
         if tokens % degree:
             step = multiple * degree
-            works = (max(step, round(width / step) * step), max(multiple, round(height / multiple) * multiple))
-            instead = f"{works[0]}x{works[1]}, or tensor {degree}" if name == "picture" else f"tensor {degree}"
+            works = (
+                max(step, round(width / step) * step),
+                max(multiple, round(height / multiple) * multiple),
+            )
+            instead = (
+                f"{works[0]}x{works[1]}, or tensor {degree}" if name == "picture" else f"tensor {degree}"
+            )
             raise Refusal(
                 f"ulysses {degree} does not divide the {tokens} {name} tokens of this run.",
                 "Every rank takes an equal part of the sequence; other lengths are not built yet.",

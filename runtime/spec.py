@@ -43,7 +43,8 @@ class Cancelled(ShardedError):
 class RankError(ShardedError):
     """A rank failed or died during a call.
 
-    `rank` is the culprit, `kind` is one of "refused", "cancelled", "memory", "failed", "died", "start".
+    `rank` is the culprit, `kind` is one of "refused", "cancelled", "memory", "empty" (a slot it does not
+    hold), "failed", "died", "start".
     """
 
     def __init__(self, message: str, *, rank: int = -1, kind: str = "failed", traceback: str = ""):
@@ -133,6 +134,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     transformer_class: str
     heads: int
     transformer_bytes: int
+    split_bytes: int  # of the transformer, what the tensor axis divides
     encoder_bytes: int
     vae_bytes: int
     stored_dtype: str
@@ -146,7 +148,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_class: str
     dtype: str
     version: str = ""
-    weight_bytes: int = 0
+    rank_bytes: int = 0  # of the transformer on one rank, as far as the headers tell
 
 
 # --------------------------------------------------------------------------------------------------------------

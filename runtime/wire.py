@@ -16,7 +16,6 @@ Torch is imported only when a tensor is touched, so that a rank is connected bef
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import math
 import mmap
@@ -86,6 +85,8 @@ class Buffer:
     """A piece of anonymous shared memory that its owner may lend to several receivers at once."""
 
     def __init__(self, number: int, size: int):
+        import fcntl  # not on Windows, where no buffer is ever made
+
         self.number, self.size, self.users = number, size, 0
         self.descriptor = os.memfd_create(f"sharded-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, size)
@@ -119,7 +120,11 @@ class BufferPool:
         if not self.shared or nbytes < SHARE_FROM:
             return None
         with self._lock:
-            fitting = [b for b in self._buffers.values() if not b.users and nbytes <= b.size <= 2 * nbytes + (1 << 20)]
+            fitting = [
+                b
+                for b in self._buffers.values()
+                if not b.users and nbytes <= b.size <= 2 * nbytes + (1 << 20)
+            ]
             if fitting:
                 buffer = min(fitting, key=lambda b: b.size)
             else:
@@ -222,7 +227,11 @@ class Staged:
     """Tensors ready to be sent to any number of peers; holds its buffers until it is closed."""
 
     def __init__(
-        self, pool: BufferPool, headers: list[TensorHeader], payload: list[memoryview], buffers: dict[int, Buffer]
+        self,
+        pool: BufferPool,
+        headers: list[TensorHeader],
+        payload: list[memoryview],
+        buffers: dict[int, Buffer],
     ):
         self.pool, self.headers, self.payload, self.buffers = pool, headers, payload, buffers
 
@@ -277,7 +286,9 @@ class Connection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, call: int, body: Body | None, tensors: Mapping[str, torch.Tensor] | Staged | None = None) -> None:
+    def send(
+        self, call: int, body: Body | None, tensors: Mapping[str, torch.Tensor] | Staged | None = None
+    ) -> None:
         """Send one frame. Raises ConnectionLost."""
         if tensors is None or isinstance(tensors, Staged):
             self._send(call, body, tensors)
@@ -318,7 +329,9 @@ class Connection:
     def _send_bytes(self, parts: list[Any], descriptors: list[int]) -> None:
         # One message for prefix and header: its descriptors arrive with the first byte of the frame.
         first = parts[0] + parts[1]
-        sent = socket.send_fds(self._socket, [first], descriptors) if descriptors else self._socket.send(first)
+        sent = (
+            socket.send_fds(self._socket, [first], descriptors) if descriptors else self._socket.send(first)
+        )
         if sent < len(first):
             self._socket.sendall(first[sent:])
         for part in parts[2:]:

@@ -13,12 +13,13 @@ import contextlib
 import os
 import queue
 import shutil
+import signal
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -51,13 +52,21 @@ if TYPE_CHECKING:
 HEARTBEAT_SECONDS = 2.0
 
 
+class EmptySlot(RuntimeError):
+    """A request for a slot this rank does not hold."""
+
+
 class Worker:
     """One rank's state: its connection, its backend, and the slots it holds."""
 
     def __init__(self, directory: Path, place: environment.RankEnvironment):
         self.directory, self.place = directory, place
         self.file = msgspec.json.decode((directory / launch.GROUP_FILE).read_bytes(), type=GroupFile)
-        self.connection = wire.dial(self.file.address, self.file.token, place.rank)
+        self.agent = os.getppid()
+        try:
+            self.connection = wire.dial(self.file.address, self.file.token, place.rank)
+        except OSError:
+            _leave(directory, self.agent)
         self.requests: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
         self.cancelled_call = 0  # the newest call the host asked to stop
         self.backend: Backend
@@ -75,8 +84,7 @@ class Worker:
                 del message
         except wire.ConnectionLost:
             # The host is gone or has dropped us. The main thread may sit in a collective for ever: leave at once.
-            shutil.rmtree(self.directory, ignore_errors=True)
-            os._exit(0)
+            _leave(self.directory, self.agent)
 
     # ---- start
 
@@ -138,7 +146,9 @@ class Worker:
                 return self._done(self._slot(request.slot).sample(request, tensors, report, cancelled))
             case Decode():
                 pool = self.connection.pool
-                return self._done(self._slot(request.slot).decode(tensors["samples"], pool.empty, report, cancelled))
+                return self._done(
+                    self._slot(request.slot).decode(tensors["samples"], pool.empty, report, cancelled)
+                )
             case Unload():
                 self.slots.pop(request.slot, None)
                 self.backend.release_memory()
@@ -162,7 +172,7 @@ class Worker:
 
     def _slot(self, name: str) -> PipelineSlot:
         if name not in self.slots:
-            raise RuntimeError(f"slot '{name}' is empty on rank {self.place.rank}")
+            raise EmptySlot(f"slot '{name}' is empty on rank {self.place.rank}")
         return self.slots[name]
 
     def _done(self, tensors: dict[str, torch.Tensor], note: str = "") -> tuple[Body, dict[str, torch.Tensor]]:
@@ -185,10 +195,23 @@ class Worker:
             self.connection.send(call, body, tensors)
 
 
+def _leave(directory: Path, agent: int) -> NoReturn:
+    """End this rank, its agent and what the group left on disk: the host is not there to do it.
+
+    The agent would wait for other agents at a barrier in the store that lies in the directory, for minutes.
+    """
+    if os.getppid() == agent:
+        os.kill(agent, signal.SIGKILL)
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)
+
+
 def _failure(error: Exception) -> Failure:
     kind = "failed"
     if isinstance(error, Refusal):
         kind = "refused"
+    elif isinstance(error, EmptySlot):
+        kind = "empty"
     elif type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         kind = "memory"
     text = str(error) if kind == "refused" else f"{type(error).__name__}: {error}"

@@ -19,7 +19,17 @@ from ..spec import Cancelled
 from .tensor import Shard, read_shard
 
 WEIGHTS = "diffusion_pytorch_model"
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1}
+_ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "BOOL": 1,
+}
 
 
 class SliceRead(NamedTuple):
@@ -86,7 +96,9 @@ def read_weights(
         on_bytes(part.nbytes)
         target = torch.float32 if any(word in name.split(".") for word in keep) else dtype
         # A copy even where nothing changes: the slice is a view of the mapped file.
-        owned = torch.empty(part.shape, dtype=target if part.is_floating_point() else part.dtype, device=device)
+        owned = torch.empty(
+            part.shape, dtype=target if part.is_floating_point() else part.dtype, device=device
+        )
         owned.copy_(part)
         _place(model, name, owned, name in parameters)
         missing.discard(name)

@@ -166,7 +166,9 @@ class PipelineSlot:
         sigmas = schedule(request.steps, request.denoise)
         x, rows, columns = self._start(request, tensors.get("latent"), sigmas)
         text = {
-            name: tensors[key].expand(request.batch_size, *tensors[key].shape[1:]).to(self.backend.device, self.dtype)
+            name: tensors[key]
+            .expand(request.batch_size, *tensors[key].shape[1:])
+            .to(self.backend.device, self.dtype)
             for name, key in (("prompt_embeds", "prompt_embeds"), ("pooled_prompt_embeds", "pooled"))
         }
 
@@ -271,7 +273,9 @@ def schedule(steps: int, denoise: float) -> list[float]:
     return [float(sigma) for sigma in numpy.linspace(1.0, 1 / total, total)[-steps:]]
 
 
-def predicted_clean(before: torch.Tensor, after: torch.Tensor, sigmas: torch.Tensor, step: int) -> torch.Tensor:
+def predicted_clean(
+    before: torch.Tensor, after: torch.Tensor, sigmas: torch.Tensor, step: int
+) -> torch.Tensor:
     """The clean latent an Euler step points to: x0 = x' - s' * (x' - x) / (s' - s)."""
     this, following = float(sigmas[step]), float(sigmas[step + 1])
     return after - following * (after - before) / (following - this)

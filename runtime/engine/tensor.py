@@ -47,7 +47,11 @@ def read_shard(source: Sliceable, shard: Shard, rank: int, degree: int) -> torch
 
 def row_split_modules(model: torch.nn.Module, plan: Mapping[str, Shard]) -> dict[str, torch.nn.Linear]:
     """The planned Linears whose weight is split along its inputs."""
-    names = [name.removesuffix(".weight") for name, shard in plan.items() if name.endswith(".weight") and shard.dim == 1]
+    names = [
+        name.removesuffix(".weight")
+        for name, shard in plan.items()
+        if name.endswith(".weight") and shard.dim == 1
+    ]
     return {name: model.get_submodule(name) for name in names}  # type: ignore[misc]
 
 

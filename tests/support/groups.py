@@ -21,7 +21,8 @@ def layout_of(**degrees: int) -> ParallelConfig:
 
 def make_slot(folder: Path, config: ParallelConfig, dtype: str = "auto") -> Slot:
     facts = planner.check_pipeline(folder)
-    return GROUPS.slot(planner.plan(facts, config, cards=()), planner.model_spec(facts, dtype))
+    layout = planner.plan(facts, config, cards=(), dtype=dtype)
+    return GROUPS.slot(layout, planner.model_spec(facts, dtype, layout))
 
 
 @contextmanager
@@ -40,7 +41,12 @@ def encode(slot: Slot, prompt: str) -> Mapping[str, torch.Tensor]:
 
 
 def sample(
-    slot: Slot, run: Run, *, latent: torch.Tensor | None = None, denoise: float = 1.0, report: Report | None = None
+    slot: Slot,
+    run: Run,
+    *,
+    latent: torch.Tensor | None = None,
+    denoise: float = 1.0,
+    report: Report | None = None,
 ) -> torch.Tensor:
     """Latents [B, C, h, w] in VAE space."""
     tensors = dict(encode(slot, run.prompt))

@@ -10,6 +10,8 @@ import torch
 
 from demo_model.text import WIDTH, new_text_parts
 
+DEMO = Path(__file__).resolve().parents[2] / "demo_model" / "shapes-flux"
+
 
 @dataclass(frozen=True)
 class FluxSize:
@@ -24,8 +26,17 @@ class FluxSize:
     guidance: bool = True
 
 
-def make_flux(folder: Path, seed: int = 0, size: FluxSize | None = None, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a FluxPipeline folder and return it. Sharded into several files where a file would pass 512 MB."""
+def make_flux(
+    folder: Path,
+    seed: int = 0,
+    size: FluxSize | None = None,
+    dtype: torch.dtype = torch.float32,
+    vae_widths: tuple[int, int, int, int] = (8, 8, 8, 8),
+) -> Path:
+    """Write a FluxPipeline folder and return it. Weights come in several files where one would pass 512 MB.
+
+    FLUX.1's own VAE has 16 latent channels and the widths 128, 256, 512, 512.
+    """
     size = size or FluxSize()
     torch.manual_seed(seed)
     text = new_text_parts()
@@ -40,18 +51,19 @@ def make_flux(folder: Path, seed: int = 0, size: FluxSize | None = None, dtype: 
         guidance_embeds=size.guidance,
         axes_dims_rope=size.axes,
     )
+    is_full = vae_widths[0] >= 32
     vae = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8, 8, 8, 8),
-        layers_per_block=1,
-        norm_num_groups=4,
+        block_out_channels=vae_widths,
+        layers_per_block=2 if is_full else 1,
+        norm_num_groups=32 if is_full else 4,
         latent_channels=size.latent_channels,
         scaling_factor=0.3611,
         shift_factor=0.1159,
         use_quant_conv=False,
         use_post_quant_conv=False,
-        mid_block_add_attention=False,
+        mid_block_add_attention=is_full,
     )
     for module in (transformer, vae, text.text_encoder, text.text_encoder_2):
         randomise(module)

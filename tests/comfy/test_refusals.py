@@ -1,0 +1,203 @@
+"""Bad input in a real ComfyUI: one clear error each, and the group is unharmed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.models import make_flux
+from tests.support.workflows import pipeline_prompt
+from tools.base_directory import BaseDirectory
+from tools.client import ComfyClient, NodeFailed, PromptRejected
+from tools.comfy import Server
+
+Prompt = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose models folder holds one good pipeline and many damaged ones."""
+    place = tmp_path_factory.mktemp("refusals")
+    good = make_flux(place / "good", seed=1)
+    broken = {name: _damaged(good, place / name, damage) for name, damage in DAMAGES.items()}
+    base = BaseDirectory.create(place / "comfy", pipelines={"good": good, **broken})
+    with Server(base) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[ComfyClient]:
+    with ComfyClient(server.url) as client:
+        yield client
+
+
+def _damaged(good: Path, target: Path, damage: Callable[[Path], None]) -> Path:
+    shutil.copytree(good, target)
+    damage(target)
+    return target
+
+
+def _edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def _truncate(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "foreign-pipeline": lambda f: _edit(f / "model_index.json", _class_name="EvilPipeline"),
+    "foreign-component": lambda f: _edit(f / "model_index.json", vae=["os", "system"]),
+    "truncated": lambda f: _truncate(f / WEIGHTS),
+    "renamed": lambda f: (f / WEIGHTS).rename(f / "transformer" / "weights.safetensors") and None,
+    "pickled": lambda f: (f / WEIGHTS).rename(f / "transformer" / "diffusion_pytorch_model.bin") and None,
+    "disguised": lambda f: (f / WEIGHTS).write_bytes(b"PK\x03\x04" + bytes(4096)) and None,
+    "incomplete": lambda f: shutil.rmtree(f / "transformer"),
+}
+DAMAGED = {
+    "foreign-pipeline": "EvilPipeline, which this pack cannot run yet",
+    "foreign-component": "wants os.system as its vae",
+    "truncated": "is cut short",
+    "renamed": "has no file diffusion_pytorch_model.safetensors",
+    "pickled": "there is only diffusion_pytorch_model.bin",
+    "disguised": "is not a safetensors file",
+    "incomplete": "has no transformer",
+}
+
+
+def _with(node: str, **inputs: object) -> Callable[[Prompt], None]:
+    return lambda prompt: prompt[node]["inputs"].update(inputs)
+
+
+def _masked(prompt: Prompt) -> None:
+    prompt["mask"] = {"class_type": "SolidMask", "inputs": {"value": 1.0, "width": 64, "height": 64}}
+    prompt["empty"] = {
+        "class_type": "EmptyLatentImage",
+        "inputs": {"width": 64, "height": 64, "batch_size": 1},
+    }
+    prompt["masked"] = {
+        "class_type": "SetLatentNoiseMask",
+        "inputs": {"samples": ["empty", 0], "mask": ["mask", 0]},
+    }
+    prompt["sample"]["inputs"]["latent_image"] = ["masked", 0]
+
+
+def _combined(prompt: Prompt) -> None:
+    prompt["both"] = {
+        "class_type": "ConditioningCombine",
+        "inputs": {"conditioning_1": ["encode", 0], "conditioning_2": ["encode", 0]},
+    }
+    prompt["sample"]["inputs"]["positive"] = ["both", 0]
+
+
+def _area(prompt: Prompt) -> None:
+    prompt["area"] = {
+        "class_type": "ConditioningSetArea",
+        "inputs": {"conditioning": ["encode", 0], "width": 64, "height": 64, "x": 0, "y": 0, "strength": 1.0},
+    }
+    prompt["sample"]["inputs"]["positive"] = ["area", 0]
+
+
+def _video(prompt: Prompt) -> None:
+    prompt["empty"] = {
+        "class_type": "EmptyHunyuanLatentVideo",
+        "inputs": {"width": 64, "height": 64, "length": 5, "batch_size": 1},
+    }
+    prompt["sample"]["inputs"]["latent_image"] = ["empty", 0]
+
+
+WISHES: dict[str, tuple[Callable[[Prompt], None], str, str]] = {
+    "degree and heads": (_with("config", tensor=3), "load", "tensor 3 does not divide the 4 attention heads"),
+    "more ranks than devices": (_with("config", tensor=16), "load", "needs 16 devices; here are 8"),
+    "ring": (_with("config", ring=2), "config", "ring 2 cannot be used"),
+    "stage": (_with("config", stage=2), "config", "stage 2 cannot be used"),
+    "replica": (_with("config", replica=2), "config", "replica 2 cannot be used"),
+    "both axes": (_with("config", tensor=2, ulysses=2), "config", "tensor 2 together with ulysses 2"),
+    "no degree": (_with("config", tensor=0), "config", "tensor 0 is no degree"),
+    "strategy": (_with("config", strategy="fast"), "config", "There is no strategy 'fast'"),
+    "attention": (_with("config", attention="sage"), "config", "'sage' is not built yet"),
+    "width": (_with("sample", width=100), "sample", "width 100 cannot be used"),
+    "height": (_with("sample", height=0), "sample", "height 0 cannot be used"),
+    "denoise without latent": (_with("sample", denoise=0.5), "sample", "nothing to keep"),
+    "mask": (_masked, "sample", "The latent carries a mask"),
+    "combined": (_combined, "sample", "The conditioning has 2 parts"),
+    "area": (_area, "sample", "The conditioning carries"),
+    "video latent": (_video, "sample", "3 dimensions"),
+}
+
+
+def _prompt(
+    change: Callable[[Prompt], None] | None = None, pipeline: str = "good", **settings: Any
+) -> Prompt:
+    prompt = pipeline_prompt(pipeline, **{"tensor": 2, "steps": 2, "width": 64, "height": 64, **settings})
+    if change is not None:
+        change(prompt)
+    return prompt
+
+
+@pytest.mark.parametrize("name", sorted(DAMAGED))
+def test_a_damaged_folder_is_refused_by_name(client: ComfyClient, name: str) -> None:
+    with pytest.raises(NodeFailed) as caught:
+        client.run(_prompt(pipeline=name))
+    assert DAMAGED[name] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(WISHES))
+def test_a_wish_that_cannot_be_met_is_refused_on_its_node(client: ComfyClient, name: str) -> None:
+    """Either before the queue, by ComfyUI's own range checks, or as one error on the node."""
+    change, node, message = WISHES[name]
+    with pytest.raises((NodeFailed, PromptRejected)) as caught:
+        client.run(_prompt(change))
+    text = str(caught.value)
+    if isinstance(caught.value, PromptRejected):
+        assert name in ("no degree", "height", "strategy", "attention"), text
+        assert f"node {node}" in text
+    else:
+        assert message in text
+        lines = caught.value.message.strip().splitlines()
+        assert len(lines) == 3 and all(lines), "an error says what, why, and what works instead"
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [("7", "There is no GPU 7"), ("0,0", "There is no GPU 0"), ("gpu", "cannot be read")],
+)
+def test_devices_that_do_not_exist_are_refused_before_the_queue(
+    client: ComfyClient, devices: str, message: str
+) -> None:
+    with pytest.raises(PromptRejected, match=message):
+        client.run(_prompt(devices=devices))
+
+
+def test_a_missing_model_is_comfyuis_own_message(client: ComfyClient) -> None:
+    with pytest.raises(PromptRejected, match="not in"):
+        client.run(_prompt(pipeline="no-such-model"))
+
+
+def test_a_path_is_no_model_name(client: ComfyClient, server: Server) -> None:
+    for name in ("../good", str(server.base.path / "models" / "diffusers" / "good"), "good/../good"):
+        with pytest.raises(PromptRejected):
+            client.run(_prompt(pipeline=name))
+
+
+def test_lengths_the_ulysses_degree_does_not_divide_are_refused_with_a_size_that_works(
+    client: ComfyClient,
+) -> None:
+    with pytest.raises(NodeFailed, match="ulysses 2 does not divide the 15 picture tokens") as caught:
+        client.run(_prompt(tensor=1, ulysses=2, width=80, height=48))
+    assert "Works instead" in caught.value.message
+
+
+def test_after_all_of_it_a_good_prompt_works_in_the_same_group(client: ComfyClient) -> None:
+    client.run(_prompt())
+    groups = json.loads(client.get("/sharded/state"))["groups"]
+    client.run(_prompt(seed=99))
+    after = json.loads(client.get("/sharded/state"))["groups"]
+    assert [r["pid"] for r in after[0]["ranks"]] == [r["pid"] for r in groups[0]["ranks"]]

@@ -1,0 +1,338 @@
+"""The life of a group: start, cancel, death of ranks and hosts, strangers on the socket, and what listens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from runtime import launch
+from runtime.devices import cpu_devices
+from runtime.group import GROUPS, Slot, WorkerGroup
+from runtime.spec import Cancelled, Device, RankError, Sample, Unload
+from tests.support.groups import encode, layout_of, make_slot, sample
+from tests.support.models import make_flux
+from tests.support.processes import listening, wait_until
+from tests.support.reference import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = Run(width=64, height=64, steps=4)
+LONG = Run(width=64, height=64, steps=2000)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_flux(tmp_path_factory.mktemp("life") / "flux", seed=31)
+
+
+@pytest.fixture(scope="module")
+def slot(folder: Path) -> Iterator[Slot]:
+    slot = make_slot(folder, layout_of(tensor=2))
+    slot.ensure()
+    yield slot
+    GROUPS.close_all()
+
+
+def pids() -> list[int]:
+    return [rank["pid"] for rank in GROUPS.snapshot()[0]["ranks"]]
+
+
+def agent() -> int:
+    return GROUPS.snapshot()[0]["agent_pid"]
+
+
+def directory() -> Path:
+    session = GROUPS.groups()[0]._session
+    assert session is not None
+    return session.directory
+
+
+def long_request(slot: Slot) -> tuple[Sample, dict[str, torch.Tensor]]:
+    tensors = dict(encode(slot, RUN.prompt))
+    request = Sample(
+        slot=slot.name,
+        seed=1,
+        steps=LONG.steps,
+        guidance=3.5,
+        width=64,
+        height=64,
+        batch_size=1,
+        denoise=1.0,
+        preview=False,
+    )
+    return request, tensors
+
+
+# ---- start
+
+
+def test_a_group_that_cannot_start_says_why_in_the_ranks_own_words() -> None:
+    """A card that does not exist: CUDA refuses it on the rank, and the host shows that traceback, not a timeout."""
+    group = WorkerGroup((Device(kind="cuda", index=0, uuid="GPU-00000000-0000-0000-0000-000000000000"),))
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        group.start()
+    assert time.monotonic() - start < 60
+    assert caught.value.kind == "start"
+    assert "set_device" in str(caught.value)
+    assert "Traceback" in str(caught.value)
+    assert group.snapshot()["phase"] == "stopped"
+
+
+def test_starting_can_be_cancelled_and_leaves_nothing() -> None:
+    group = WorkerGroup(cpu_devices(2))
+    asked: list[float] = []
+
+    def cancelled() -> bool:
+        asked.append(time.monotonic())
+        return asked[-1] - asked[0] > 0.5
+
+    before = {p.pid for p in psutil.process_iter()}
+    start = time.monotonic()
+    with pytest.raises(Cancelled):
+        group.start(cancelled=cancelled)
+    assert time.monotonic() - start < 5
+    wait_until(lambda: not _workers(before), 5, "the ranks to end")
+
+
+def _workers(before: set[int]) -> list[psutil.Process]:
+    """New processes that belong to a group."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if (
+            process.pid not in before
+            and "runtime.worker" in command
+            and process.status() != psutil.STATUS_ZOMBIE
+        ):
+            found.append(process)
+    return found
+
+
+def test_the_folder_of_the_pack_may_have_any_name(folder: Path, tmp_path: Path) -> None:
+    home = tmp_path / "Some Pack-main@1.0"
+    shutil.copytree(ROOT / "runtime", home / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    code = (
+        "from runtime.group import WorkerGroup; from runtime.devices import cpu_devices; import torch\n"
+        "group = WorkerGroup(cpu_devices(1)); group.start()\n"
+        "print(group.ping({'x': torch.arange(3, dtype=torch.uint8)})['x'].tolist()); group.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=home, capture_output=True, text=True, timeout=90)
+    assert done.stdout.strip() == "[255, 254, 253]", done.stderr
+
+
+def test_the_private_directory_is_for_this_user_only(slot: Slot) -> None:
+    slot.ensure()
+    assert stat.S_IMODE(directory().stat().st_mode) == 0o700
+    for name in (launch.GROUP_FILE, "host", "rank-0.log", "rank-1.log"):
+        assert stat.S_IMODE((directory() / name).stat().st_mode) & 0o077 == 0, name
+
+
+# ---- what listens
+
+
+def test_nothing_listens_beyond_loopback(slot: Slot) -> None:
+    """Host, torchrun and ranks, while they are idle and after a collective has run."""
+    sample(slot, RUN)
+    found = listening([os.getpid(), agent(), *pids()])
+    print("listening:", found)
+    outside = [one for one in found if " 127." not in one and " ::1:" not in one]
+    assert not outside
+
+
+def test_strangers_on_the_socket_are_dropped_and_the_group_is_unharmed(
+    slot: Slot, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = sample(slot, RUN)
+    before = pids()
+    address = str(directory() / "host")
+    silent = socket.socket(socket.AF_UNIX)
+    silent.connect(address)  # says nothing, and must hold up nobody
+    for hello in (
+        b"GET / HTTP/1.1\r\n\r\n" + bytes(64),
+        b"SHARDED1" + os.urandom(36),
+        b"SHARDED1" + bytes(36),
+    ):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(address)
+            stranger.sendall(hello)
+            stranger.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):  # closed with our bytes unread
+                assert stranger.recv(1) == b""
+    assert torch.equal(sample(slot, RUN), expected)
+    silent.close()
+    assert pids() == before
+    assert "Dropped a client" in caplog.text
+
+
+# ---- cancel
+
+
+def test_cancel_stops_all_ranks_at_a_step_and_keeps_them_warm(slot: Slot) -> None:
+    """Ten times at a random moment; afterwards the same pids make the same picture, bit for bit."""
+    expected = sample(slot, RUN)
+    before = pids()
+    random_moment = random.Random(1)
+    request, tensors = long_request(slot)
+    for _ in range(10):
+        until = time.monotonic() + random_moment.uniform(0.0, 0.4)
+        with pytest.raises(Cancelled):
+            slot.call(request, tensors, cancelled=lambda until=until: time.monotonic() > until)
+        assert time.monotonic() - until < 3
+    assert pids() == before
+    assert torch.equal(sample(slot, RUN), expected)
+
+
+def test_what_a_progress_callback_raises_comes_out_and_the_ranks_stay_in_step(slot: Slot) -> None:
+    class Interrupt(BaseException):
+        pass
+
+    def report(*_: object) -> None:
+        raise Interrupt
+
+    before = pids()
+    request, tensors = long_request(slot)
+    with pytest.raises(Interrupt):
+        slot.call(request, tensors, report=report)
+    sample(slot, RUN)
+    assert pids() == before
+
+
+def test_loading_can_be_cancelled_and_tried_again(slot: Slot, tmp_path: Path) -> None:
+    other = make_slot(make_flux(tmp_path / "big", seed=8), layout_of(tensor=2))
+    before = pids()
+    with pytest.raises(Cancelled):
+        other.ensure(cancelled=lambda: True)
+    assert not other.loaded
+    other.ensure()
+    assert other.loaded
+    assert pids() == before
+
+
+# ---- failures
+
+
+def test_an_error_on_the_ranks_is_told_and_the_group_goes_on(slot: Slot) -> None:
+    before = pids()
+    request, tensors = long_request(slot)
+    group = GROUPS.groups()[0]
+    with pytest.raises(RankError, match="Rank 0 .*failed while sampling.*slot 'nothing' is empty"):
+        group.call(Sample(**{**_fields(request), "slot": "nothing"}), tensors)
+    sample(slot, RUN)
+    assert pids() == before
+
+
+def test_an_error_on_one_rank_alone_ends_the_call_and_heals(slot: Slot) -> None:
+    """Rank 1 has lost the slot, so rank 0 would wait in a collective for ever."""
+    slot.ensure()
+    group = GROUPS.groups()[0]
+    session = group._session
+    assert session is not None
+    before = pids()
+    request, tensors = long_request(slot)
+    session.connections[1].send(0, Unload(slot=slot.name))
+    start = time.monotonic()
+    with pytest.raises(RankError, match="Rank 1"):
+        slot.call(request, tensors)
+    assert time.monotonic() - start < 10
+    sample(slot, RUN)
+    assert pids() != before
+
+
+def _fields(request: Sample) -> dict[str, object]:
+    return {name: getattr(request, name) for name in request.__struct_fields__}
+
+
+def test_a_killed_rank_is_named_within_seconds_and_the_next_call_works(slot: Slot) -> None:
+    expected = sample(slot, RUN)
+    request, tensors = long_request(slot)
+    killed: list[float] = []
+
+    def kill_rank_one() -> None:
+        time.sleep(0.5)
+        os.kill(pids()[1], signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    threading.Thread(target=kill_rank_one).start()
+    with pytest.raises(RankError, match=r"Rank 1 \(CPU 1, pid \d+\) died while sampling") as caught:
+        slot.call(request, tensors)
+    print(f"noticed after {time.monotonic() - killed[0]:.2f} s")
+    assert time.monotonic() - killed[0] < 3
+    assert caught.value.rank == 1
+    assert torch.equal(sample(slot, RUN), expected)
+
+
+def test_a_rank_killed_while_idle_does_not_fail_the_next_call(slot: Slot) -> None:
+    expected = sample(slot, RUN)
+    os.kill(pids()[0], signal.SIGKILL)
+    group = GROUPS.groups()[0]
+    start = time.monotonic()
+    wait_until(lambda: group._session is not None and group._session.dead == 0, 2, "the death to be seen")
+    assert time.monotonic() - start < 1
+    assert torch.equal(sample(slot, RUN), expected)
+
+
+@pytest.mark.parametrize("moment", ["sampling", "starting"])
+def test_no_rank_outlives_a_killed_host(folder: Path, moment: str) -> None:
+    before = {p.pid for p in psutil.process_iter()}
+    host = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.host", str(folder), "2"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert host.stdout is not None
+        if moment == "sampling":
+            facts = json.loads(host.stdout.readline())
+        else:
+            wait_until(lambda: len(_workers(before)) >= 3, 60, "torchrun and two ranks")
+            facts = {}
+        host.kill()
+        host.wait()
+        start = time.monotonic()
+        wait_until(lambda: not _workers(before), 5, "torchrun and its ranks to end")
+        print(f"gone after {time.monotonic() - start:.2f} s")
+        if facts:
+            wait_until(
+                lambda: not Path(facts["directory"]).exists(), 5, "the private directory to be removed"
+            )
+    finally:
+        host.kill()
+        host.wait()
+        host.stdout.close()
+
+
+def test_closing_leaves_no_process_and_no_directory(folder: Path) -> None:
+    GROUPS.close_all()
+    slot = make_slot(folder, layout_of(tensor=2))
+    slot.ensure()
+    place, processes = directory(), [*pids(), agent()]
+    GROUPS.close_all()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in processes), 5, "the processes to end")
+    assert not place.exists()
+
+
+def test_another_layout_takes_the_devices_over(folder: Path) -> None:
+    two = make_slot(folder, layout_of(tensor=2))
+    two.ensure()
+    four = make_slot(folder, layout_of(tensor=4))
+    four.ensure()
+    assert not two.loaded
+    assert [len(group["ranks"]) for group in GROUPS.snapshot()] == [4]
+    GROUPS.close_all()

@@ -1,0 +1,29 @@
+"""A selection of the parity suite (all of it: `make parity`): every axis once, on fresh weights and on the demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.cases import FAMILIES, ODD, TOLERANCE, Family, Reference, layout_name
+
+SELECTION = [
+    (FAMILIES[0], {"tensor": 4}),
+    (FAMILIES[0], {"ulysses": 2}),
+    (FAMILIES[1], {"ulysses": 4}),
+    (ODD, {"tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "degrees"),
+    SELECTION,
+    ids=[f"{family.name}-{layout_name(degrees)}" for family, degrees in SELECTION],
+)
+def test_latents_equal_one_process(family: Family, degrees: dict[str, int], tmp_path: Path) -> None:
+    reference = Reference(family, tmp_path)
+    outcome = reference.compare(degrees)
+    print(f"{family.name} {layout_name(degrees)}: {outcome}")
+    assert outcome.max_rel <= TOLERANCE
+    assert outcome.wrong_split >= 100 * TOLERANCE, "this comparison would not notice a wrong split"

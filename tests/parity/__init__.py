@@ -1,0 +1,1 @@
+"""Every accepted layout against one process on the same weights, after whole sampling runs."""

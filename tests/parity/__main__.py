@@ -1,0 +1,52 @@
+"""`python -m tests.parity [--json]`: one line per (family, layout)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from pathlib import Path
+
+from tests.parity.cases import FAMILIES, LAYOUTS, ODD, TOLERANCE, Family, Reference, layout_name
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    arguments = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="sharded-parity-") as directory:
+        for family in FAMILIES:
+            failed += _rows(family, LAYOUTS, Path(directory), arguments.json)
+        failed += _rows(
+            ODD, [degrees for degrees in LAYOUTS if "tensor" in degrees], Path(directory), arguments.json
+        )
+    return 1 if failed else 0
+
+
+def _rows(family: Family, layouts, directory: Path, as_json: bool) -> int:  # type: ignore[no-untyped-def]
+    reference = Reference(family, directory)
+    wrong_split = reference.wrong_split()
+    failed = 0
+    for degrees in layouts:
+        outcome = reference.compare(degrees, wrong_split)
+        failed += outcome.max_rel > TOLERANCE or wrong_split < 100 * TOLERANCE
+        row = {
+            "family": family.name,
+            "layout": layout_name(degrees),
+            "ranks": math.prod(degrees.values()),
+            "dtype": "float32",
+            "max_abs": outcome.max_abs,
+            "max_rel": outcome.max_rel,
+            "wrong_split": wrong_split,
+        }
+        text = "{family:14} {layout:12} max_rel {max_rel:.1e} (a wrong split: {wrong_split:.1e})".format(
+            **row
+        )
+        print(json.dumps(row) if as_json else text, flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

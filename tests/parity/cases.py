@@ -1,0 +1,78 @@
+"""What is compared: families, layouts, and a figure that shows the comparison would notice a wrong split."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.support.groups import layout_of, sample, slot_on_ranks
+from tests.support.models import DEMO, FluxSize, make_flux
+from tests.support.reference import Run, max_rel, reference_latents, reference_pipeline
+
+LAYOUTS: tuple[dict[str, int], ...] = ({"tensor": 2}, {"tensor": 4}, {"ulysses": 2}, {"ulysses": 4})
+TOLERANCE = 1e-4  # latents after 8 steps in fp32
+
+
+@dataclass(frozen=True)
+class Family:
+    """A pipeline and the run it is compared on."""
+
+    name: str
+    run: Run
+    size: FluxSize | None = None  # None is the trained demo model
+
+    def folder(self, directory: Path) -> Path:
+        return DEMO if self.size is None else make_flux(directory / self.name, seed=11, size=self.size)
+
+
+FAMILIES = (
+    Family("flux-demo", Run()),
+    # Fresh random weights, a picture that is no square, two at a time, head widths unlike the demo's.
+    Family("flux-random", Run(width=160, height=96, batch_size=2, seed=3, guidance=2.0), FluxSize(heads=8)),
+    Family("flux-schnell", Run(width=64, height=128, seed=5), FluxSize(guidance=False, single_blocks=3)),
+)
+# The tensor axis takes any length; under ulysses the degree must divide the tokens (refused otherwise).
+ODD = Family("flux-odd", Run(width=144, height=80, seed=9), FluxSize(heads=4, double_blocks=1))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a layout is from one process, and how far a wrong split would be."""
+
+    max_abs: float
+    max_rel: float
+    wrong_split: float
+
+
+class Reference:
+    """One process's result for a family, computed once."""
+
+    def __init__(self, family: Family, directory: Path):
+        self.family, self.folder = family, family.folder(directory)
+        self.pipeline = reference_pipeline(self.folder)
+        self.latents = reference_latents(self.pipeline, family.run)
+
+    def wrong_split(self) -> float:
+        """How far the result moves when one row-split weight's halves change places, as a misplaced shard would."""
+        pipeline = copy.copy(self.pipeline)
+        pipeline.transformer = copy.deepcopy(self.pipeline.transformer)
+        weight = pipeline.transformer.transformer_blocks[0].attn.to_out[0].weight
+        with torch.no_grad():
+            weight.copy_(weight.roll(weight.shape[1] // 2, dims=1))
+        return max_rel(reference_latents(pipeline, self.family.run), self.latents)
+
+    def compare(self, degrees: dict[str, int], wrong_split: float | None = None) -> Outcome:
+        with slot_on_ranks(self.folder, layout_of(**degrees)) as slot:
+            ours = sample(slot, self.family.run)
+        return Outcome(
+            max_abs=(ours - self.latents).abs().max().item(),
+            max_rel=max_rel(ours, self.latents),
+            wrong_split=self.wrong_split() if wrong_split is None else wrong_split,
+        )
+
+
+def layout_name(degrees: dict[str, int]) -> str:
+    return ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())
