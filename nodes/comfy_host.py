@@ -106,6 +106,7 @@ class NodeProgress:
         self._bar = comfy.utils.ProgressBar(1, node_id=node_id)
         self._phase = ""
         self._previewer = None
+        self._channels = getattr(latent_format, "latent_channels", 0)
         if latent_format is not None:
             device = comfy.model_management.get_torch_device()
             self._previewer = latent_preview.get_previewer(device, latent_format)
@@ -120,8 +121,10 @@ class NodeProgress:
             self._phase = progress.phase
             say(self.node_id, _PHASES.get(progress.phase, progress.phase).format(total=progress.total))
         preview = None
-        if self._previewer is not None and "preview" in tensors:
-            preview = self._previewer.decode_latent_to_preview_image("JPEG", tensors["preview"].clone())
+        latent = tensors.get("preview")
+        # A model with other latents than the format's runs without previews rather than not at all.
+        if self._previewer is not None and latent is not None and latent.shape[1] == self._channels:
+            preview = self._previewer.decode_latent_to_preview_image("JPEG", latent.clone())
         self._bar.update_absolute(progress.done, progress.total, preview)
 
 

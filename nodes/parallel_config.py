@@ -10,19 +10,11 @@ from .cables import CATEGORY, ParallelConfigCable
 
 _AXIS_TOOLTIPS = {
     "tensor": "manual only: over how many devices each weight matrix is divided. Saves weight memory.",
-    "ulysses": "manual only: over how many devices the sequence is divided by attention heads. Lowers the time of a step.",
+    "ulysses": "manual only: over how many devices the sequence is divided; attention swaps heads. Faster steps.",
     "ring": "manual only: ring attention. Not built yet: leave at 1.",
     "stage": "manual only: consecutive layers per device. Not built yet: leave at 1.",
     "replica": "manual only: full copies of the model. Not built yet: leave at 1.",
 }
-
-
-def parallel_config(
-    strategy: str = "auto", devices: str = "auto", attention: str = "auto", **degrees: int
-) -> ParallelConfig:
-    return ParallelConfig(
-        strategy=strategy, degrees=ParallelSpec(**degrees), devices=devices, attention=attention
-    )
 
 
 class ParallelConfigNode(io.ComfyNode):
@@ -38,7 +30,7 @@ class ParallelConfigNode(io.ComfyNode):
                     "strategy",
                     options=list(STRATEGIES),
                     default="auto",
-                    tooltip="auto, prefer tensor and prefer context adapt to any machine; manual uses the degrees below.",
+                    tooltip="auto and the prefer strategies adapt to any machine; manual uses the degrees below.",
                 ),
                 *(
                     io.Int.Input(axis, default=1, min=1, max=64, tooltip=_AXIS_TOOLTIPS[axis])
@@ -47,7 +39,7 @@ class ParallelConfigNode(io.ComfyNode):
                 io.String.Input(
                     "devices",
                     default="auto",
-                    tooltip="auto, cpu, or physical cards in PCI order such as 0,1,3 (whatever CUDA_VISIBLE_DEVICES says).",
+                    tooltip="auto, cpu, or physical cards in PCI order, such as 0,1,3.",
                 ),
                 io.Combo.Input(
                     "attention",
@@ -71,7 +63,7 @@ class ParallelConfigNode(io.ComfyNode):
 
     @classmethod
     def execute(cls, strategy: str, devices: str, attention: str, **degrees: int) -> io.NodeOutput:
-        assert set(degrees) == set(AXES)
-        config = parallel_config(strategy, devices, attention, **degrees)
+        spec = ParallelSpec(**{axis: degrees[axis] for axis in AXES})  # type: ignore[arg-type]
+        config = ParallelConfig(strategy=strategy, degrees=spec, devices=devices, attention=attention)
         planner.check_config(config)
         return io.NodeOutput(config)

@@ -38,7 +38,7 @@ def physical_cards() -> tuple[Device, ...]:
     return tuple(cards)
 
 
-def _card(nvml, index: int) -> Device:  # type: ignore[no-untyped-def]
+def _card(nvml, index: int) -> Device:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
     total = free = 0

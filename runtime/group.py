@@ -87,7 +87,7 @@ class _Session:
             self.processes = launch.Processes(self.directory, address, self.token, devices)
         except BaseException:
             self._listener.close()
-            launch.shutil.rmtree(self.directory, ignore_errors=True)
+            launch.remove_directory(self.directory)
             raise
 
     def _accept(self) -> None:
@@ -139,7 +139,7 @@ class _Session:
         for connection in list(self.connections.values()):
             connection.close()
         self.pool.close()
-        self.processes.remove_directory()
+        launch.remove_directory(self.directory)
 
     def log_tail(self, rank: int) -> str:
         return launch.log_tail(launch.rank_log(self.directory, rank))

@@ -57,6 +57,10 @@ def log_tail(path: Path, lines: int = 12) -> str:
         return ""
 
 
+def remove_directory(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 class Processes:
     """The agent and, once they have said who they are, its ranks."""
 
@@ -112,6 +116,3 @@ class Processes:
         with contextlib.suppress(OSError):
             os.killpg(self._agent.pid, signal.SIGKILL)
         self._agent.wait()
-
-    def remove_directory(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)

@@ -88,27 +88,37 @@ def _adapt(
 ) -> tuple[ParallelSpec, str]:
     """The adaptive strategies: never more ranks than devices, never a degree that does not divide the heads.
 
-    The context axis takes powers of two only: any other degree leaves a remainder of the 512 text tokens.
+    The context axis takes powers of two only: any other degree leaves a remainder of the 512 text tokens. Cards too
+    small for their share are left out, and where the context axis has no room the weights are divided instead.
     """
-    available = len(devices) if devices[0].kind == "cuda" else min(default_cpu_ranks(), len(devices))
-    degrees = _degrees_for(facts.heads, available)
-    most = max(degrees)
-    even = max(degree for degree in degrees if degree & (degree - 1) == 0)
-    if most == 1:
+    on_cpu = devices[0].kind == "cpu"
+    degrees = _degrees_for(facts.heads, min(default_cpu_ranks(), len(devices)) if on_cpu else len(devices))
+    if max(degrees) == 1:
         return ParallelSpec(), "only one device can be used"
-    if strategy == "prefer tensor":
-        return ParallelSpec(tensor=most), "tensor is preferred: every rank holds a part of the weights"
-    if strategy == "prefer context":
-        reason = "context is preferred: every rank holds all weights and a part of the sequence"
-        return ParallelSpec(ulysses=even), reason
-    if devices[0].kind == "cpu":
-        return ParallelSpec(tensor=most), "ranks on the CPU share one memory, so the weights are divided"
+    even = [degree for degree in degrees if degree & (degree - 1) == 0]
     # By what the cards have, not by what is free now: ComfyUI makes room, and the choice stays the same next time.
     whole = rank_bytes(facts, dtype, ParallelSpec())
-    if even > 1 and all(_usable(device) >= whole for device in _largest(devices, even)):
+    holding_all = [d for d in even if on_cpu or all(_usable(card) >= whole for card in _largest(devices, d))]
+    context = max(holding_all, default=1)
+    if strategy == "prefer context" and context > 1:
+        reason = "context is preferred: every rank holds all weights and a part of the sequence"
+        return ParallelSpec(ulysses=context), reason
+    if strategy == "auto" and not on_cpu and context == max(even) > 1:
         reason = "the weights fit on every card, so the sequence is divided for speed"
-        return ParallelSpec(ulysses=even), reason
-    return ParallelSpec(tensor=most), "the weights do not fit on one card, so they are divided"
+        return ParallelSpec(ulysses=context), reason
+    shares = {degree: rank_bytes(facts, dtype, ParallelSpec(tensor=degree)) for degree in degrees}
+    roomy = [d for d in degrees if not _too_small(_largest(devices, d), shares[d])]
+    spec = ParallelSpec(tensor=max(roomy, default=max(degrees)))
+    if spec.tensor == 1:
+        return spec, "the weights fit on one card, and no other has room for its share"
+    if strategy == "prefer tensor":
+        return spec, "tensor is preferred: every rank holds a part of the weights"
+    if on_cpu:
+        return spec, "ranks on the CPU share one memory, so the weights are divided"
+    return (
+        spec,
+        "not every card can hold all weights beside its part of the sequence, so the weights are divided",
+    )
 
 
 def rank_bytes(facts: ModelFacts, dtype: str, spec: ParallelSpec) -> int:
@@ -119,17 +129,23 @@ def rank_bytes(facts: ModelFacts, dtype: str, spec: ParallelSpec) -> int:
 
 
 def _usable(device: Device) -> int:
-    """What weights may take of a card: the rest is for activations, the driver and a display."""
+    """What weights may take of a card: the rest is for activations, the driver and a display. 0 is unknown."""
     return int(device.total_bytes * 0.85)
 
 
+def _too_small(devices: Sequence[Device], need: int) -> list[Device]:
+    """The cards known to have less room for weights than `need`, smallest first."""
+    small = [device for device in devices if device.kind != "cpu" and 0 < _usable(device) < need]
+    return sorted(small, key=lambda device: device.total_bytes)
+
+
 def _check_room(need: int, spec: ParallelSpec, devices: Sequence[Device]) -> None:
-    smallest = min(devices, key=lambda device: device.total_bytes)
-    if smallest.kind == "cpu" or need <= _usable(smallest):
+    small = _too_small(devices, need)
+    if not small:
         return
     raise Refusal(
-        f"{spec.describe()} needs {need / 2**30:.1f} GB for weights on every card; {smallest.label} "
-        f"has {smallest.total_bytes / 2**30:.1f} GB.",
+        f"{spec.describe()} needs {need / 2**30:.1f} GB for weights on every card; {small[0].label} "
+        f"has {small[0].total_bytes / 2**30:.1f} GB.",
         "A rank's share of the transformer stays on its card, and the pictures need room beside it.",
         "Works instead: a larger tensor degree, more cards, or a smaller dtype.",
     )

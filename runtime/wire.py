@@ -42,6 +42,13 @@ _MAGIC = b"SHARDED1"
 _MAX_HEADER = 16 << 20
 _MAX_DESCRIPTORS = 128  # per frame; Linux allows 253 in one message
 SHARE_FROM = 64 << 10  # bytes; smaller tensors are cheaper inside the frame
+_ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
 _KEEP_IDLE = 2 << 30  # bytes of unused buffers one pool keeps for the next call
 
 
@@ -170,7 +177,7 @@ class BufferPool:
         payload: list[memoryview] = []
         buffers: dict[int, Buffer] = {}
         for name, tensor in tensors.items():
-            tensor = tensor.detach()
+            tensor = tensor.detach().resolve_conj().resolve_neg()  # their bytes, not a view's promise
             dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
             buffer = self._filled(tensor)
             if buffer is None:
@@ -279,6 +286,8 @@ class Connection:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FrameHeader)
         self._sent_descriptors: set[int] = set()
+        # Of its own: a reader that waited for the send lock could leave both peers blocked in full sockets.
+        self._lent_lock = threading.RLock()
         self._lent: dict[int, int] = {}  # buffer -> how often the peer holds it
         self._mapped: dict[int, mmap.mmap] = {}
         self._dead_views: deque[int] = deque()  # filled by finalizers in any thread, emptied by `send`
@@ -298,33 +307,34 @@ class Connection:
 
     def _send(self, call: int, body: Body | None, staged: Staged | None) -> None:
         with self._send_lock:
-            headers = staged.headers if staged else []
-            opened: list[tuple[int, int]] = []
-            descriptors: list[int] = []
-            for header in headers:
-                if header.buffer < 0 or staged is None:
-                    continue
-                buffer = staged.buffers[header.buffer]
-                if buffer.number not in self._sent_descriptors:
-                    self._sent_descriptors.add(buffer.number)
-                    opened.append((buffer.number, buffer.size))
-                    descriptors.append(buffer.descriptor)
+            self._send_locked(call, body, staged)
+
+    def _send_locked(self, call: int, body: Body | None, staged: Staged | None) -> None:
+        headers = staged.headers if staged else []
+        buffers = (
+            [staged.buffers[header.buffer] for header in headers if header.buffer >= 0] if staged else []
+        )
+        fresh = list({b.number: b for b in buffers if b.number not in self._sent_descriptors}.values())
+        if len(fresh) > _MAX_DESCRIPTORS:
+            raise ValueError(f"{len(fresh)} large tensors in one frame; at most {_MAX_DESCRIPTORS}")
+        self._sent_descriptors |= {buffer.number for buffer in fresh}
+        with self._lent_lock:
+            for buffer in buffers:
                 self.pool.lend(buffer.number)
                 self._lent[buffer.number] = self._lent.get(buffer.number, 0) + 1
-            if len(descriptors) > _MAX_DESCRIPTORS:
-                raise ValueError(f"{len(descriptors)} large tensors in one frame; at most {_MAX_DESCRIPTORS}")
-            self.pool.trim()
-            closed = self.pool.gone(self._sent_descriptors)
-            self._sent_descriptors -= closed
-            header_bytes = self._encoder.encode(
-                FrameHeader(call, body, headers, opened, sorted(closed), list(_drain(self._dead_views)))
-            )
-            payload = staged.payload if staged else []
-            prefix = _PREFIX.pack(len(header_bytes), sum(len(part) for part in payload))
-            try:
-                self._send_bytes([prefix, header_bytes, *payload], descriptors)
-            except OSError as error:
-                raise ConnectionLost(str(error)) from error
+        self.pool.trim()
+        closed = self.pool.gone(self._sent_descriptors)
+        self._sent_descriptors -= closed
+        opened = [(buffer.number, buffer.size) for buffer in fresh]
+        header_bytes = self._encoder.encode(
+            FrameHeader(call, body, headers, opened, sorted(closed), list(_drain(self._dead_views)))
+        )
+        payload = staged.payload if staged else []
+        prefix = _PREFIX.pack(len(header_bytes), sum(len(part) for part in payload))
+        try:
+            self._send_bytes([prefix, header_bytes, *payload], [buffer.descriptor for buffer in fresh])
+        except OSError as error:
+            raise ConnectionLost(str(error)) from error
 
     def _send_bytes(self, parts: list[Any], descriptors: list[int]) -> None:
         # One message for prefix and header: its descriptors arrive with the first byte of the frame.
@@ -338,9 +348,16 @@ class Connection:
             self._socket.sendall(part)
 
     def flush_releases(self) -> None:
-        """Tell the peer about views that died since the last frame; no frame if there are none."""
-        if self._dead_views:
-            self._send(0, None, None)
+        """Tell the peer about views that died since the last frame; no frame if there are none.
+
+        For the reader: it never waits for a sender, or both peers could wait for each other's readers. What is not
+        told now goes with the next frame.
+        """
+        if self._dead_views and self._send_lock.acquire(blocking=False):
+            try:
+                self._send_locked(0, None, None)
+            finally:
+                self._send_lock.release()
 
     def receive(self) -> Message:
         """Wait for one frame. Raises ConnectionLost."""
@@ -357,7 +374,9 @@ class Connection:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        tensors = {t.name: self._tensor(t) for t in header.tensors}
+        if sum(_inline_bytes(tensor) for tensor in header.tensors) != payload_length:
+            raise ConnectionLost("a frame whose payload has another length than its tensors")
+        tensors = {tensor.name: self._tensor(tensor) for tensor in header.tensors}
         for number in header.closed:
             self._mapped.pop(number, None)
         for number in header.released:
@@ -394,18 +413,21 @@ class Connection:
         import torch
 
         dtype = getattr(torch, header.dtype)
-        nbytes = math.prod(header.shape) * dtype.itemsize
+        nbytes = _tensor_bytes(header)
         if header.buffer < 0:
             raw = self._read(bytearray(nbytes))
             flat = torch.frombuffer(raw, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
         else:
-            flat, array = _view(self._mapped[header.buffer], nbytes)
+            memory = self._mapped.get(header.buffer)
+            if memory is None or nbytes > len(memory):
+                raise ConnectionLost(f"a tensor outside of buffer {header.buffer}")
+            flat, array = _view(memory, nbytes)
             weakref.finalize(array, self._dead_views.append, header.buffer)
         return flat.view(dtype).reshape(header.shape)
 
     def _taken_back(self, number: int) -> None:
         """The peer released a buffer of ours."""
-        with self._send_lock:
+        with self._lent_lock:
             held = self._lent.get(number, 0)
             if held:
                 self._lent[number] = held - 1
@@ -416,11 +438,23 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        with self._send_lock:
+        with self._lent_lock:
             for number, held in self._lent.items():
                 for _ in range(held):
                     self.pool.release(number)
             self._lent.clear()
+
+
+def _tensor_bytes(header: TensorHeader) -> int:
+    """Bytes of a tensor as its header has it. Raises ConnectionLost for a dtype or shape that is none."""
+    size = _ITEM_BYTES.get(header.dtype)
+    if size is None or any(length < 0 for length in header.shape):
+        raise ConnectionLost(f"a tensor of {header.dtype} {header.shape}")
+    return math.prod(header.shape) * size
+
+
+def _inline_bytes(header: TensorHeader) -> int:
+    return _tensor_bytes(header) if header.buffer < 0 else 0
 
 
 def _drain(queue: deque[int]) -> Iterator[int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import shutil
 import signal
 import sys
 import threading
@@ -160,7 +159,7 @@ class Worker:
                 return self._done(self._inverted(tensors))
         raise Refusal(f"A rank cannot serve {type(request).__name__}.", "It is not a request.", "")
 
-    def _load(self, request: Load, report, cancelled) -> Body:  # type: ignore[no-untyped-def]
+    def _load(self, request: Load, report, cancelled) -> Body:
         from .engine.pipelines import PipelineSlot
 
         self.slots.pop(request.slot, None)
@@ -202,7 +201,7 @@ def _leave(directory: Path, agent: int) -> NoReturn:
     """
     if os.getppid() == agent:
         os.kill(agent, signal.SIGKILL)
-    shutil.rmtree(directory, ignore_errors=True)
+    launch.remove_directory(directory)
     os._exit(1)
 
 

@@ -40,5 +40,5 @@ def split_sequence(model: torch.nn.Module, ulysses: int, mesh: DeviceMesh, backe
             )
     if not taking_part:
         raise RuntimeError(f"no attention of {type(model).__name__} takes part in context parallelism")
-    model._parallel_config = config  # type: ignore[assignment]
-    apply_context_parallel(model, inner, model._cp_plan)  # type: ignore[arg-type]
+    model._parallel_config = config
+    apply_context_parallel(model, inner, model._cp_plan)

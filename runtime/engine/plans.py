@@ -17,7 +17,7 @@ def tensor_plan(model: torch.nn.Module, degree: int) -> dict[str, Shard]:
 
     Raises ValueError when a split block is not divisible by `degree`.
     """
-    specs = resolve_tp_shard_specs(model, model._tp_plan, degree)  # type: ignore[arg-type]
+    specs = resolve_tp_shard_specs(model, model._tp_plan, degree)
     return {
         name: Shard(dim=spec.dim, blocks=tuple(spec.block_sizes))
         for name, spec in specs.items()

@@ -52,7 +52,7 @@ def row_split_modules(model: torch.nn.Module, plan: Mapping[str, Shard]) -> dict
         for name, shard in plan.items()
         if name.endswith(".weight") and shard.dim == 1
     ]
-    return {name: model.get_submodule(name) for name in names}  # type: ignore[misc]
+    return {name: model.get_submodule(name) for name in names}
 
 
 def close_blocks(model: torch.nn.Module, plan: Mapping[str, Shard], group: dist.ProcessGroup) -> None:

@@ -20,6 +20,9 @@ def main() -> None:
     import comfy.options
 
     comfy.options.enable_args_parsing()
+    # First, as main.py does: another `utils` would take its place.
+    import utils.extra_config  # noqa: F401
+
     asyncio.run(_measure(pack))
 
 

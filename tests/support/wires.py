@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -9,7 +10,6 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,8 +61,20 @@ class Link:
 
     def carry(self, tensors: Mapping[str, torch.Tensor], call: int = 1) -> wire.Message:
         """Send from left to right; a thread sends, since a frame may be longer than the socket's buffer."""
-        sending = background(lambda: self.left.send(call, None, tensors))
-        message = self.right.receive()
+
+        def send() -> None:
+            try:
+                self.left.send(call, None, tensors)
+            except BaseException:
+                self.left.close()  # or the receiver would wait for ever
+                raise
+
+        sending = background(send)
+        try:
+            message = self.right.receive()
+        except wire.ConnectionLost:
+            sending.result(PATIENCE)
+            raise
         sending.result(PATIENCE)
         return message
 
@@ -81,21 +93,30 @@ class Link:
 
 
 def open_descriptors() -> int:
-    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
 def mapped_buffers() -> int:
     """How many mappings of shared buffers this process has; each end that looks at a buffer has one."""
-    gc.collect()
     return Path("/proc/self/maps").read_text().count("memfd:sharded-")
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    before = open_descriptors()
+    before = _descriptors()
     yield
-    assert open_descriptors() == before
+    if _descriptors() - before:
+        gc.collect()  # an exception may hold the frames it came through
+    assert not _descriptors() - before
+
+
+def _descriptors() -> set[str]:
+    """Every open descriptor with what it stands for; listing them opens one more, which is gone afterwards."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return found
 
 
 # ---- frames written by hand
@@ -119,7 +140,7 @@ def header(*tensors: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     return {"call": 1, "body": None, "tensors": list(tensors), **fields}
 
 
-@contextmanager
+@contextlib.contextmanager
 def memory_file(content: bytes) -> Iterator[int]:
     """The descriptor of an anonymous file, such as a shared buffer is."""
     descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
@@ -130,7 +151,7 @@ def memory_file(content: bytes) -> Iterator[int]:
         os.close(descriptor)
 
 
-@contextmanager
+@contextlib.contextmanager
 def raw_peer(timeout: float = PATIENCE) -> Iterator[tuple[socket.socket, wire.Connection]]:
     """A bare socket whose other end is a Connection."""
     bare, other = socket.socketpair()

@@ -1,0 +1,54 @@
+# Everything runs through the virtual environment that `make env` sets up; a clone needs only make and python3 >= 3.10.
+
+PYTHON3 ?= python3
+VENV ?= .venv
+export VENV
+PYTHON := $(VENV)/bin/python
+
+# `make test SUITES=unit`, `make test SELECT=slow`, `make test ARGS="-k cancel -x"`
+SUITES ?= unit group comfy browser
+SELECT ?= not slow
+ARGS ?=
+BENCHES ?= wire overhead
+# pytest gets the folders that exist.
+folders = $(wildcard $(addprefix tests/,$(1)))
+
+.PHONY: env demo serve test lint format parity bench browser clean distclean
+
+env:
+	@$(PYTHON3) -m tools.environment
+
+demo: env
+	@$(PYTHON) -m tools.demo $(WORKFLOW)
+
+serve: env
+	@$(PYTHON) -m tools.serve -- $(ARGS)
+
+test: env
+	$(PYTHON) -m pytest $(call folders,$(SUITES)) -m "$(SELECT)" $(ARGS)
+
+# Every accepted layout against one process on the same weights: one line each.
+parity: env
+	$(PYTHON) -m tests.parity $(ARGS)
+
+browser: env
+	$(PYTHON) -m pytest $(call folders,browser) $(ARGS)
+
+bench: env
+	@for name in $(BENCHES); do $(PYTHON) -m tests.bench $$name $(ARGS) || exit 1; done
+
+lint: env
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m tools.typecheck
+
+format: env
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+clean:
+	rm -rf demo_output test_output .cache/serve .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	find . -path './.venv*' -prune -o -path ./.cache -prune -o -name __pycache__ -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .cache $(VENV)

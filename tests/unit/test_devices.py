@@ -1,0 +1,177 @@
+"""Devices are found without touching them, and what the user writes stands for exactly the cards it names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime import devices
+from runtime.devices import choose_devices, cpu_devices, physical_cards
+from runtime.spec import Device
+from tests.support.mocks import GIB, MockNVML, mock_cards
+from tests.support.refusals import refused
+
+CARDS = mock_cards(24, 24, 16, 8)
+
+
+def indices(chosen: tuple[Device, ...]) -> list[int]:
+    return [device.index for device in chosen]
+
+
+# ---- what the user writes
+
+
+@pytest.mark.parametrize("text", ["auto", "", "  ", "AUTO", " auto\n"])
+def test_auto_is_every_card(text: str) -> None:
+    assert choose_devices(text, CARDS) == CARDS
+
+
+@pytest.mark.parametrize("text", ["auto", "", "cpu", " CPU "])
+def test_without_cards_auto_is_the_cpu(text: str) -> None:
+    assert choose_devices(text, ()) == cpu_devices()
+
+
+def test_the_cpu_can_be_chosen_beside_cards() -> None:
+    chosen = choose_devices("cpu", CARDS)
+    assert {device.kind for device in chosen} == {"cpu"}
+    assert len({device.key for device in chosen}) == len(chosen) == devices.CPU_SLOTS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", [0]),
+        ("0,1", [0, 1]),
+        ("1,0", [1, 0]),
+        ("3,0,2", [3, 0, 2]),
+        (" 0 , 1 ", [0, 1]),
+        ("02", [2]),
+        ("0,1,2,3", [0, 1, 2, 3]),
+    ],
+)
+def test_numbers_are_physical_cards_in_the_order_written(text: str, expected: list[int]) -> None:
+    assert indices(choose_devices(text, CARDS)) == expected
+
+
+def test_a_card_is_named_by_its_number_not_its_place() -> None:
+    """A card that the driver has lost leaves a gap."""
+    with_gap = (CARDS[0], CARDS[2])
+    assert choose_devices("2", with_gap) == (CARDS[2],)
+    with refused("no GPU 1", "0 (Mock), 2 (Mock)"):
+        choose_devices("1", with_gap)
+
+
+@pytest.mark.parametrize("text", ["7", "0,7", "7,0", "7,7", "4", "999999999"])
+def test_cards_that_do_not_exist_are_refused_by_number(text: str) -> None:
+    with refused(
+        f"no GPU {max(text.split(','), key=int)}", f"'{text}'", "0 (Mock), 1 (Mock), 2 (Mock), 3 (Mock)"
+    ):
+        choose_devices(text, CARDS)
+
+
+@pytest.mark.parametrize(("text", "works"), [("0,0", "0"), ("1,0,1", "0,1"), ("2,02", "2")])
+def test_a_card_named_twice_is_refused(text: str, works: str) -> None:
+    with refused(f"'{text}'", "twice", f"Works here: {works}."):
+        choose_devices(text, CARDS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        "-1",
+        "0,",
+        ",",
+        "0;1",
+        "0 1",
+        "0-2",
+        "1.0",
+        "cuda:0",
+        "auto,0",
+        "cpu,cpu",
+        "²",
+        "GPU-0000",
+        "9" * 5000,
+    ],
+)
+def test_text_that_is_neither_is_refused_with_what_can_be_written(text: str) -> None:
+    with refused(f"'{text}'", "auto, cpu", "0,1,3", "0 (Mock)"):
+        choose_devices(text, CARDS)
+
+
+def test_text_of_several_lines_is_refused_in_three() -> None:
+    with refused("'0, x'"):
+        choose_devices("0,\nx\n", CARDS)
+
+
+@pytest.mark.parametrize("text", ["0", "x"])
+def test_without_cards_numbers_are_refused_with_what_works(text: str) -> None:
+    with refused("none, so only auto or cpu work here"):
+        choose_devices(text, ())
+
+
+# ---- what the driver says
+
+
+def with_driver(monkeypatch: pytest.MonkeyPatch, driver: MockNVML) -> tuple[Device, ...]:
+    """The cards that a mock of NVIDIA's management library makes us see."""
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    cards = physical_cards()
+    assert driver.open == 0, "the library was left open"
+    return cards
+
+
+def test_cards_carry_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MockNVML([("GPU-a", "RTX 3090"), ("GPU-b", "RTX 4090")])
+    assert with_driver(monkeypatch, driver) == (
+        Device(kind="cuda", index=0, uuid="GPU-a", name="RTX 3090", total_bytes=GIB, free_bytes=0),
+        Device(kind="cuda", index=1, uuid="GPU-b", name="RTX 4090", total_bytes=2 * GIB, free_bytes=GIB),
+    )
+
+
+def test_old_libraries_answer_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = with_driver(monkeypatch, MockNVML([("GPU-a", "RTX 3090")]))
+    assert with_driver(monkeypatch, MockNVML([(b"GPU-a", b"RTX 3090")])) == text
+
+
+def test_a_name_that_is_no_text_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    (card,) = with_driver(monkeypatch, MockNVML([(b"GPU-a", b"RTX \xff")]))
+    assert card.name.startswith("RTX ")
+
+
+@pytest.mark.parametrize("call", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID", "nvmlDeviceGetName"])
+def test_a_card_the_driver_has_lost_is_left_out_and_the_others_keep_their_numbers(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    driver = MockNVML([("GPU-a", "A"), ("GPU-b", "B"), ("GPU-c", "C")], failing={call: [1]})
+    assert [(card.index, card.uuid) for card in with_driver(monkeypatch, driver)] == [
+        (0, "GPU-a"),
+        (2, "GPU-c"),
+    ]
+
+
+def test_a_card_that_does_not_tell_its_memory_is_still_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MockNVML([("GPU-a", "A"), ("GPU-b", "B")], failing={"nvmlDeviceGetMemoryInfo": [0]})
+    assert [card.total_bytes for card in with_driver(monkeypatch, driver)] == [0, 2 * GIB]
+
+
+@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount"])
+def test_a_driver_that_fails_has_no_cards(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    assert with_driver(monkeypatch, MockNVML([("GPU-a", "A")], failing={call: [None]})) == ()
+
+
+def test_a_shutdown_that_fails_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MockNVML([("GPU-a", "A")], failing={"nvmlShutdown": [None]})
+    assert len(with_driver(monkeypatch, driver)) == 1
+
+
+def test_without_the_library_there_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # import raises ImportError
+    assert physical_cards() == ()
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="this machine has a driver")
+def test_without_a_driver_there_are_no_cards() -> None:
+    assert physical_cards() == ()
