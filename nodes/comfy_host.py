@@ -152,11 +152,18 @@ def fix_empty_latent(samples: torch.Tensor, channels: int) -> torch.Tensor:
 # Memory: ComfyUI stays in charge
 
 
-def make_room(devices: tuple[Device, ...], nbytes: int) -> None:
-    """Ask ComfyUI to free what a rank will need, on every card of the group that ComfyUI itself uses."""
-    for device in comfy_devices(devices):
-        comfy.model_management.free_memory(nbytes * 1.1, device)
-    comfy.model_management.soft_empty_cache()  # cached blocks are invisible to the ranks
+def make_room(slot: ManagedSlot, nbytes: int) -> None:
+    """Ask ComfyUI for what a rank will need beside `slot`, on every card of the group that ComfyUI itself uses.
+
+    `nbytes` of weights, and what ComfyUI reserves for computing.
+    """
+    management = comfy.model_management
+    own = [loaded for loaded in management.current_loaded_models if loaded.model is slot]
+    devices = comfy_devices(slot.slot.layout.devices)
+    for device in devices:
+        management.free_memory(nbytes * 1.1 + management.minimum_inference_memory(), device, keep_loaded=own)
+    if devices:
+        management.soft_empty_cache()  # cached blocks are invisible to the ranks
 
 
 def comfy_devices(devices: tuple[Device, ...]) -> list[torch.device]:
@@ -180,11 +187,11 @@ class ManagedSlot:
 
     parent = None
 
-    class _Model:
-        """What ComfyUI's bookkeeping holds a weak reference to."""
+    class ShardedWeights:
+        """What ComfyUI's bookkeeping holds a weak reference to, and names in its log."""
 
     def __init__(self, slot: Slot):
-        self.slot, self.model = slot, self._Model()
+        self.slot, self.model = slot, self.ShardedWeights()
         self.load_device = comfy.model_management.get_torch_device()
         self.offload_device = torch.device("cpu")
         self._size = 0

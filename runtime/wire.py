@@ -23,6 +23,7 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -96,10 +97,14 @@ class Buffer:
 
         self.number, self.size, self.users = number, size, 0
         self.descriptor = os.memfd_create(f"sharded-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, size)
-        # The receiver maps the whole size: a buffer that could shrink could kill it with SIGBUS.
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self.memory = mmap.mmap(self.descriptor, size)
+        try:
+            os.ftruncate(self.descriptor, size)
+            # The receiver maps the whole size: a buffer that could shrink could kill it with SIGBUS.
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.memory = mmap.mmap(self.descriptor, size)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -176,18 +181,23 @@ class BufferPool:
         headers: list[TensorHeader] = []
         payload: list[memoryview] = []
         buffers: dict[int, Buffer] = {}
-        for name, tensor in tensors.items():
-            tensor = tensor.detach().resolve_conj().resolve_neg()  # their bytes, not a view's promise
-            dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-            buffer = self._filled(tensor)
-            if buffer is None:
-                raw = tensor.cpu().contiguous().reshape(-1)
-                payload.append(memoryview(raw.view(_uint8()).numpy()) if raw.numel() else memoryview(b""))
-                headers.append(TensorHeader(name, dtype, shape, -1))
-            else:
-                buffers[buffer.number] = buffer
-                headers.append(TensorHeader(name, dtype, shape, buffer.number))
-        return Staged(self, headers, payload, buffers)
+        staged = Staged(self, headers, payload, buffers)
+        try:
+            for name, tensor in tensors.items():
+                tensor = tensor.detach().resolve_conj().resolve_neg()  # their bytes, not a view's promise
+                dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+                buffer = self._filled(tensor)
+                if buffer is None:
+                    raw = tensor.cpu().contiguous().reshape(-1)
+                    payload.append(memoryview(raw.view(_uint8()).numpy()) if raw.numel() else memoryview(b""))
+                    headers.append(TensorHeader(name, dtype, shape, -1))
+                else:
+                    buffers[buffer.number] = buffer
+                    headers.append(TensorHeader(name, dtype, shape, buffer.number))
+        except BaseException:
+            staged.__exit__()
+            raise
+        return staged
 
     def _filled(self, tensor: torch.Tensor) -> Buffer | None:
         """A buffer that holds the bytes of `tensor`, with one more user; no copy if it was made by `empty`."""
@@ -198,7 +208,11 @@ class BufferPool:
         buffer = self._acquire(tensor.nbytes)
         if buffer is not None:
             view, _ = _view(buffer.memory, tensor.nbytes)
-            view.view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+            try:
+                view.view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+            except BaseException:
+                self.release(buffer.number)
+                raise
         return buffer
 
     def trim(self, keep: int = _KEEP_IDLE) -> None:
@@ -369,14 +383,17 @@ class Connection:
             header = self._decoder.decode(self._read(bytearray(header_length)))
             for (number, size), descriptor in zip(header.opened, descriptors, strict=True):
                 self._mapped[number] = mmap.mmap(descriptor, size)
-        except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
+            if sum(_inline_bytes(tensor) for tensor in header.tensors) != payload_length:
+                raise ConnectionLost("a frame whose payload has another length than its tensors")
+            tensors = {tensor.name: self._tensor(tensor) for tensor in header.tensors}
+        except ConnectionLost:
+            raise
+        except Exception as error:
+            # Whatever it is: a reader thread that died of a frame would not be missed, and its calls would hang.
             raise ConnectionLost(f"a frame that does not decode: {error}") from error
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        if sum(_inline_bytes(tensor) for tensor in header.tensors) != payload_length:
-            raise ConnectionLost("a frame whose payload has another length than its tensors")
-        tensors = {tensor.name: self._tensor(tensor) for tensor in header.tensors}
         for number in header.closed:
             self._mapped.pop(number, None)
         for number in header.released:
@@ -394,7 +411,12 @@ class Connection:
             raise ConnectionLost(str(error)) from error
         if not data:
             raise ConnectionLost("closed")
-        rest = bytes(self._read(bytearray(_PREFIX.size - len(data))))
+        try:
+            rest = bytes(self._read(bytearray(_PREFIX.size - len(data))))
+        except ConnectionLost:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
         return data + rest, list(descriptors)
 
     def _read(self, into: bytearray) -> bytearray:
@@ -443,6 +465,7 @@ class Connection:
                 for _ in range(held):
                     self.pool.release(number)
             self._lent.clear()
+        self._mapped.clear()  # views that are still held keep theirs
 
 
 def _tensor_bytes(header: TensorHeader) -> int:
@@ -499,10 +522,11 @@ def dial(address: str, token: str, rank: int) -> Connection:
 
 def admit(sock: socket.socket, token: str, timeout: float = 5.0) -> int | None:
     """Read a newcomer's hello; its rank, or None if it does not know the token. Nothing else is read before."""
-    sock.settimeout(timeout)
+    deadline = time.monotonic() + timeout
     hello = b""
     try:
         while len(hello) < _HELLO.size:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
             part = sock.recv(_HELLO.size - len(hello))
             if not part:
                 return None

@@ -125,6 +125,7 @@ class Worker:
             print(traceback.format_exc(), file=sys.stderr, flush=True)
             body, tensors = _failure(error), {}
         del message  # its views go back to the host with this reply
+        self.backend.return_cache()
         self._reply(call, body, tensors)
 
     def _handle(self, message: wire.Message) -> tuple[Body, dict[str, torch.Tensor]]:

@@ -91,8 +91,12 @@ class Backend:
         return free + cached > nbytes * 1.1
 
     def release_memory(self) -> None:
-        """Give unused memory back to the device, where ComfyUI measures it."""
+        """Drop what nothing refers to any more, and give it back to the device."""
         gc.collect()
+        self.return_cache()
+
+    def return_cache(self) -> None:
+        """Give cached blocks back to the device, where ComfyUI measures what is free."""
         if self.is_cuda:
             torch.cuda.empty_cache()
 

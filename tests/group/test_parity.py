@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.cases import FAMILIES, ODD, TOLERANCE, Family, Reference, layout_name
+from tests.parity.cases import FAMILIES, TOLERANCE, Family, Reference, layout_name
 
 SELECTION = [
     (FAMILIES[0], {"tensor": 4}),
     (FAMILIES[0], {"ulysses": 2}),
     (FAMILIES[1], {"ulysses": 4}),
-    (ODD, {"tensor": 2}),
+    (FAMILIES[3], {"tensor": 3}),
 ]
 
 

@@ -8,7 +8,7 @@ import math
 import tempfile
 from pathlib import Path
 
-from tests.parity.cases import FAMILIES, LAYOUTS, ODD, TOLERANCE, Family, Reference, layout_name
+from tests.parity.cases import FAMILIES, TOLERANCE, Family, Reference, layout_name
 
 
 def main() -> int:
@@ -18,18 +18,15 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory(prefix="sharded-parity-") as directory:
         for family in FAMILIES:
-            failed += _rows(family, LAYOUTS, Path(directory), arguments.json)
-        failed += _rows(
-            ODD, [degrees for degrees in LAYOUTS if "tensor" in degrees], Path(directory), arguments.json
-        )
+            failed += _rows(family, Path(directory), arguments.json)
     return 1 if failed else 0
 
 
-def _rows(family: Family, layouts, directory: Path, as_json: bool) -> int:  # type: ignore[no-untyped-def]
+def _rows(family: Family, directory: Path, as_json: bool) -> int:
     reference = Reference(family, directory)
     wrong_split = reference.wrong_split()
     failed = 0
-    for degrees in layouts:
+    for degrees in family.layouts:
         outcome = reference.compare(degrees, wrong_split)
         failed += outcome.max_rel > TOLERANCE or wrong_split < 100 * TOLERANCE
         row = {

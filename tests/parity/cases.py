@@ -12,17 +12,19 @@ from tests.support.groups import layout_of, sample, slot_on_ranks
 from tests.support.models import DEMO, FluxSize, make_flux
 from tests.support.reference import Run, max_rel, reference_latents, reference_pipeline
 
-LAYOUTS: tuple[dict[str, int], ...] = ({"tensor": 2}, {"tensor": 4}, {"ulysses": 2}, {"ulysses": 4})
+Degrees = dict[str, int]
+LAYOUTS: tuple[Degrees, ...] = ({"tensor": 2}, {"tensor": 4}, {"ulysses": 2}, {"ulysses": 4})
 TOLERANCE = 1e-4  # latents after 8 steps in fp32
 
 
 @dataclass(frozen=True)
 class Family:
-    """A pipeline and the run it is compared on."""
+    """A pipeline, the run it is compared on, and the layouts it is compared in."""
 
     name: str
     run: Run
     size: FluxSize | None = None  # None is the trained demo model
+    layouts: tuple[Degrees, ...] = LAYOUTS
 
     def folder(self, directory: Path) -> Path:
         return DEMO if self.size is None else make_flux(directory / self.name, seed=11, size=self.size)
@@ -33,9 +35,20 @@ FAMILIES = (
     # Fresh random weights, a picture that is no square, two at a time, head widths unlike the demo's.
     Family("flux-random", Run(width=160, height=96, batch_size=2, seed=3, guidance=2.0), FluxSize(heads=8)),
     Family("flux-schnell", Run(width=64, height=128, seed=5), FluxSize(guidance=False, single_blocks=3)),
+    # Odd lengths: the tensor axis takes any, the context axis refuses what its degree does not divide.
+    Family(
+        "flux-odd",
+        Run(width=144, height=80, seed=9),
+        FluxSize(heads=6, double_blocks=1),
+        ({"tensor": 2}, {"tensor": 3}, {"tensor": 6}),
+    ),
+    Family(
+        "flux-eight",
+        Run(width=128, height=64, seed=2),
+        FluxSize(heads=8, double_blocks=1, single_blocks=1),
+        ({"tensor": 8}, {"ulysses": 8}),
+    ),
 )
-# The tensor axis takes any length; under ulysses the degree must divide the tokens (refused otherwise).
-ODD = Family("flux-odd", Run(width=144, height=80, seed=9), FluxSize(heads=4, double_blocks=1))
 
 
 @dataclass(frozen=True)
@@ -64,8 +77,8 @@ class Reference:
             weight.copy_(weight.roll(weight.shape[1] // 2, dims=1))
         return max_rel(reference_latents(pipeline, self.family.run), self.latents)
 
-    def compare(self, degrees: dict[str, int], wrong_split: float | None = None) -> Outcome:
-        with slot_on_ranks(self.folder, layout_of(**degrees)) as slot:
+    def compare(self, degrees: Degrees, wrong_split: float | None = None) -> Outcome:
+        with slot_on_ranks(self.folder, layout_of(**degrees), "float32") as slot:
             ours = sample(slot, self.family.run)
         return Outcome(
             max_abs=(ours - self.latents).abs().max().item(),
@@ -74,5 +87,5 @@ class Reference:
         )
 
 
-def layout_name(degrees: dict[str, int]) -> str:
+def layout_name(degrees: Degrees) -> str:
     return ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())

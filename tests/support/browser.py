@@ -1,20 +1,24 @@
 """A real Chromium on ComfyUI's real frontend, through Playwright; the system's browser, since its own is a download.
 
 Errors of the page in which a pack's files take part are collected, so that a test can say: it shows, and nothing broke.
+So are requests to other hosts; none of them gets anywhere.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from playwright.sync_api import ConsoleMessage, Page, sync_playwright
 
 # The first group makes Chromium run as root and without a GPU, the second keeps it from calling home.
+# The last one keeps every page from reaching another host, without the cost of looking at each request.
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -24,9 +28,16 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 READY = "window.app?.extensionManager?.workflow?.activeWorkflow"
-READY_MILLISECONDS = 60_000
+# The page is 10 MB of JavaScript: seconds on an idle machine, more than a minute on a busy one.
+READY_MILLISECONDS = 240_000
+# What belongs to a pack: its web folder, and the workflows it ships with their pictures.
+PACK_FILES = ("/extensions/", "/workflow_templates/")
+# ComfyUI asks for a node's help in the user's language first, and takes the general page where there is none.
+HELP_IN_A_LANGUAGE = re.compile(r"/extensions/[^/]+/docs/\w+/[\w-]+\.md\b")
+REFUSED_BY_POLICY = re.compile(r"(?:https?|wss?)://[^\s'\"]+")
 
 
 def executable() -> str | None:
@@ -36,12 +47,29 @@ def executable() -> str | None:
 
 
 @contextmanager
-def frontend(url: str, errors: list[str] | None = None) -> Iterator[Page]:
+def frontend(url: str, errors: list[str] | None = None, foreign: list[str] | None = None) -> Iterator[Page]:
     """ComfyUI's page at `url` with the graph editor up, in a browser with an empty profile of its own.
 
-    What the page throws or logs as an error about a pack's files is appended to `errors`.
+    What the page throws or logs as an error about a pack's files is appended to `errors`, and to `foreign` the address
+    of every request that does not go to the server.
     """
     collected = errors if errors is not None else []
+    elsewhere = foreign if foreign is not None else []
+    host = urlsplit(url).netloc
+
+    def note(address: str) -> None:
+        if urlsplit(address).scheme in ("http", "https", "ws", "wss") and urlsplit(address).netloc != host:
+            elsewhere.append(address)
+
+    def hear(line: ConsoleMessage) -> None:
+        if line.type != "error":
+            return
+        _collect(collected, _described(line))
+        if "Content Security Policy" in line.text:
+            # The server's policy stops some requests before they are one, and the page only says so.
+            for address in REFUSED_BY_POLICY.findall(line.text):
+                note(address)
+
     with tempfile.TemporaryDirectory(prefix="comfyui-profile-") as profile, sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(
             profile,
@@ -53,11 +81,10 @@ def frontend(url: str, errors: list[str] | None = None) -> Iterator[Page]:
         try:
             page = context.pages[0]
             page.on("pageerror", lambda error: _collect(collected, f"{error}\n{error.stack}"))
-            page.on(
-                "console",
-                lambda line: _collect(collected, _described(line)) if line.type == "error" else None,
-            )
-            page.goto(url)
+            page.on("console", hear)
+            page.on("request", lambda request: note(request.url))
+            page.on("websocket", lambda opened: note(opened.url))
+            page.goto(url, wait_until="commit", timeout=READY_MILLISECONDS)
             page.wait_for_function(READY, timeout=READY_MILLISECONDS)
             yield page
         finally:
@@ -70,7 +97,9 @@ def _described(line: ConsoleMessage) -> str:
 
 def _collect(errors: list[str], text: str) -> None:
     """Keep what a pack's file takes part in: ComfyUI's own page is not free of errors either."""
-    if "/extensions/" in text and "/extensions/core/" not in text:
+    if "/extensions/core/" in text or HELP_IN_A_LANGUAGE.search(text):
+        return
+    if any(folder in text for folder in PACK_FILES):
         errors.append(text)
 
 

@@ -161,6 +161,20 @@ def test_every_body_arrives_with_its_call(any_link: Link, body: spec.Body | None
     assert (message.call, message.body, message.tensors) == (41, body, {})
 
 
+def test_a_header_longer_than_the_sockets_buffer_arrives() -> None:
+    left, right = socket.socketpair()
+    left.settimeout(PATIENCE)  # with a time limit a send may take only a part
+    link = Link(wire.Connection(left), wire.Connection(right))
+    body = spec.Encode(slot="a", prompt="very long " * 200_000)
+    sending = background(lambda: link.left.send(1, body, {"x": numbered(1)}))
+    wait_until(lambda: not _writable(link.left), PATIENCE, "the socket to be full")
+    message = link.right.receive()
+    sending.result(PATIENCE)
+    assert message.body == body
+    assert same(message.tensors["x"], numbered(1))
+    link.close()
+
+
 # ---- a buffer is used again only when nobody looks at it any more
 
 
@@ -210,11 +224,24 @@ def test_a_buffer_is_never_used_again_while_a_view_of_it_lives(link: Link, kept:
     assert torch.equal(torch.as_tensor(view), expected)
 
 
-def test_a_buffer_sent_twice_is_free_only_after_both_views_died(link: Link) -> None:
+def test_a_release_counts_once(link: Link) -> None:
+    first = link.carry({"x": numbered(1)})
+    del first
+    link.tell_releases()
+    second = link.carry({"x": numbered(2)})  # the same buffer, lent anew
+    link.tell_releases()
+    assert link.left.pool.idle_bytes() == 0
+    link.carry({"x": numbered(3)})
+    assert same(second.tensors["x"], numbered(2))
+
+
+def test_a_buffer_sent_twice_is_mapped_once_and_free_only_after_both_views_died(link: Link) -> None:
+    before = mapped_buffers()
     with link.left.pool.stage({"x": numbered(1)}) as staged:
         link.left.send(1, None, staged)
         link.left.send(2, None, staged)
     first, second = link.right.receive(), link.right.receive()
+    assert mapped_buffers() == before + 2
     del first
     link.tell_releases()
     assert link.left.pool.idle_bytes() == 0
@@ -222,7 +249,7 @@ def test_a_buffer_sent_twice_is_free_only_after_both_views_died(link: Link) -> N
     assert same(second.tensors["x"], numbered(1))
     del second
     link.tell_releases()
-    assert link.left.pool.idle_bytes() > 0
+    assert link.left.pool.idle_bytes() >= 2 * numbered(1).nbytes
 
 
 def test_a_view_that_dies_in_another_thread_is_released(link: Link) -> None:
@@ -525,7 +552,7 @@ def test_frames_of_many_senders_do_not_interleave(any_link: Link) -> None:
             tensors = {"small": numbered(call, 7000), "large": numbered(call), "tiny": numbered(call, 1)}
             any_link.left.send(call, spec.Progress(phase="sampling", done=number, total=frames), tensors)
 
-    senders = [background(lambda thread=thread: send_all(thread)) for thread in range(threads)]  # type: ignore[misc]
+    senders = [background(lambda thread=thread: send_all(thread)) for thread in range(threads)]
     calls = []
     for _ in range(threads * frames):
         message = any_link.right.receive()
@@ -551,11 +578,11 @@ def test_peers_that_release_and_send_much_at_once_do_not_wait_for_each_other(lin
     link.right.receive()
     link.left.send(2, None)  # carries the release
     link.right.send(2, None)
-    senders = [background(lambda end=end: end.send(3, None, many)) for end in (link.left, link.right)]  # type: ignore[misc]
+    senders = [background(lambda end=end: end.send(3, None, many)) for end in (link.left, link.right)]
     for end in (link.left, link.right):
-        wait_until(lambda end=end: not _writable(end), PATIENCE, "the socket to be full")  # type: ignore[misc]
+        wait_until(lambda end=end: not _writable(end), PATIENCE, "the socket to be full")
     readers = [
-        background(lambda end=end: [end.receive().call, end.receive().call])  # type: ignore[misc]
+        background(lambda end=end: [end.receive().call, end.receive().call])
         for end in (link.left, link.right)
     ]
     for reader in readers:
@@ -607,6 +634,7 @@ def test_a_descriptor_that_comes_with_the_first_byte_is_kept() -> None:
         assert bytes(connection.receive().tensors["x"].numpy()) == content
 
 
+_HUGE = header(tensor_header(shape=(2**62,)))
 GARBAGE: dict[str, bytes] = {
     "bytes that are no msgpack": frame(b"\xc1\xff\x00 no header"),
     "an empty header": frame(b""),
@@ -630,6 +658,9 @@ GARBAGE: dict[str, bytes] = {
     "two negative dims": frame(header(tensor_header(shape=(-2, -2))), b"1234"),
     "more bytes than there are": frame(header(tensor_header(shape=(2**62,))), b"1234"),
     "more bytes than can be counted": frame(header(tensor_header(shape=(2**62, 2**62))), b"1234"),
+    "more bytes than there is memory": frame(
+        msgspec.msgpack.encode(_HUGE), lengths=(len(msgspec.msgpack.encode(_HUGE)), 2**62)
+    ),
     "a tensor longer than the payload": frame(header(tensor_header(shape=(5,))), b"1234"),
     "a payload longer than its tensors": frame(header(tensor_header(shape=(3,))), b"1234"),
     "a buffer that was never opened": frame(header(tensor_header(buffer=5))),
@@ -687,13 +718,22 @@ def test_a_peer_that_dies_inside_a_prefix_leaves_no_descriptor() -> None:
             connection.receive()
 
 
-def test_a_release_of_what_was_never_lent_is_ignored(link: Link) -> None:
+def test_a_release_of_what_is_not_lent_is_ignored() -> None:
+    every_number = frame(header(released=[*range(-3, 10), 10**9], closed=[4]))
     with raw_peer() as (bare, connection):
-        bare.sendall(frame(header(released=[1, 2, -3, 10**9], closed=[4])))
+        pool = connection.pool
+        bare.sendall(every_number)
         connection.receive()
-        assert connection.pool.idle_bytes() == 0
         connection.send(1, None, {"x": numbered(1)})
-        assert connection.pool.idle_bytes() == 0  # lent once, and no release of it came
+        assert pool.idle_bytes() == 0
+        bare.sendall(every_number)
+        connection.receive()
+        assert pool.idle_bytes() > 0  # this one was due
+        made = pool.empty((LARGE,), torch.int64)
+        bare.sendall(every_number)
+        connection.receive()
+        assert pool.idle_bytes() == 0
+        assert len(made) == LARGE
 
 
 # ---- meeting: a private socket, a token
