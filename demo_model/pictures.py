@@ -175,7 +175,7 @@ def _median_colours(pixels: np.ndarray, core: int, rim: int) -> tuple[np.ndarray
     """The typical colour in the middle of a picture and along its rim."""
     half = SIDE // 2
     middle = pixels[half - core : half + core, half - core : half + core].reshape(-1, 3)
-    on_rim = np.ones((SIDE, SIDE), dtype=bool)
+    on_rim: np.ndarray = np.ones((SIDE, SIDE), dtype=bool)
     on_rim[rim:-rim, rim:-rim] = False
     return np.median(middle, axis=0), np.median(pixels[on_rim], axis=0)
 

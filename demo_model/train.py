@@ -12,6 +12,7 @@ Three stages, each seeded on its own, so that one can be repeated without the ot
 import argparse
 import copy
 import functools
+import json
 import math
 import random
 import time
@@ -89,6 +90,8 @@ class Recipe:
     vae_crop_steps: int = 2200
     vae_crop: int = 48
     vae_whole_steps: int = 250
+    vae_polish_steps: int = 600
+    vae_polish_noise: float = 0.2
     vae_batch: int = 16
     vae_lr: float = 2e-3
     vae_preview_weight: float = 0.2
@@ -100,11 +103,11 @@ class Recipe:
     single_blocks: int = 4
     rope_axes: tuple[int, int, int] = (8, 12, 12)
     flow_pictures: int = 5120
-    flow_steps: int = 5000
+    flow_steps: int = 3300
     flow_batch: int = 24
     flow_lr: float = 1.5e-3
     flow_warm_up: int = 150
-    flow_decay: int = 1000
+    flow_decay: int = 1100
     flow_average: float = 0.998
 
 
@@ -274,6 +277,34 @@ def train_vae(recipe: Recipe, painter: Painter) -> AutoencoderKL:
     return vae.eval()
 
 
+def outline_weights(pictures: torch.Tensor) -> torch.Tensor:
+    """Weights that make an error next to an outline count several times as much as one on plain ground."""
+    padded = F.pad(pictures, (1, 1, 1, 1), mode="replicate")
+    on_outline = (F.avg_pool2d(padded, 3, stride=1) - pictures).abs().amax(dim=1, keepdim=True) > 0.05
+    return 1.0 + 4.0 * on_outline
+
+
+def polish_decoder(recipe: Recipe, painter: Painter, vae: AutoencoderKL) -> None:
+    """Let the decoder alone go on learning, from latents a little off, for crisp outlines."""
+    torch.manual_seed(recipe.seed + 9)
+    optimiser = torch.optim.AdamW(vae.decoder.parameters(), lr=recipe.vae_lr / 2, betas=(0.9, 0.98))
+    course = functools.partial(warm_cosine, steps=recipe.vae_polish_steps, warm_up=20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, course)
+    progress = Progress("vae polish", recipe.vae_polish_steps)
+    for step in range(recipe.vae_polish_steps):
+        pictures = painter.paint(painter.scenes(recipe.vae_batch // 2))
+        with torch.no_grad():
+            latents = vae.encode(pictures).latent_dist.mean
+        noise = torch.randn_like(latents) * recipe.vae_polish_noise / SCALING_FACTOR
+        errors = (vae.decoder(latents + noise) - pictures).abs()
+        (errors * outline_weights(pictures)).mean().backward()
+        nn.utils.clip_grad_norm_(vae.decoder.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        schedule.step()
+        progress.note(step, picture=errors.mean().item())
+
+
 # --- the transformer ------------------------------------------------------------------------------
 
 
@@ -387,7 +418,9 @@ def text_stage(recipe: Recipe, out: Path) -> None:
 
 def vae_stage(recipe: Recipe, out: Path) -> None:
     """Write the autoencoder, in half precision to keep the folder small."""
-    train_vae(recipe, Painter(recipe.masks_per_shape, WIDE, recipe.seed)).half().save_pretrained(out / "vae")
+    vae = train_vae(recipe, Painter(recipe.masks_per_shape, WIDE, recipe.seed))
+    polish_decoder(recipe, Painter(recipe.masks_per_shape, WIDE, recipe.seed + 9), vae)
+    vae.half().save_pretrained(out / "vae")
 
 
 def flow_stage(recipe: Recipe, out: Path) -> None:
@@ -407,6 +440,15 @@ def flow_stage(recipe: Recipe, out: Path) -> None:
         transformer=transformer.half(),
     )
     pipeline.save_pretrained(out)
+    forget_origins(out)
+
+
+def forget_origins(folder: Path) -> None:
+    """Drop from every config the path it was once loaded from, which means nothing on another machine."""
+    for path in folder.glob("*/config.json"):
+        config = json.loads(path.read_text())
+        if config.pop("_name_or_path", None) is not None:
+            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 STAGES = {"text": text_stage, "vae": vae_stage, "flow": flow_stage}
