@@ -82,7 +82,7 @@ class LoadPipeline(io.ComfyNode):
         progress = comfy_host.NodeProgress(cls.hidden.unique_id)
         with comfy_host.comfy_errors():
             info = pipeline.ensure(progress)
-        size = f"{info.weight_bytes / 2**30:.2f} GB each"
+        size = f"{comfy_host.readable_bytes(info.weight_bytes)} each"
         done = "already loaded" if was_loaded else f"loaded in {info.seconds:.1f} s"
         ranks = f"{layout.spec.world_size} ranks, " if layout.spec.world_size > 1 else ""
         comfy_host.say(cls.hidden.unique_id, f"{ranks}{layout.spec.describe()}, {size}, {done}")

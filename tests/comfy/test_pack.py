@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools import ROOT, comfy_source
+from tools import ROOT, comfy_source, locales
 from tools.client import ComfyClient
 from tools.comfy import Server
 
@@ -62,6 +62,12 @@ def test_every_input_has_a_tooltip_and_every_node_a_help_page(
                 assert spec[1].get("tooltip"), f"{node_id}.{name}"
         page = client.get(f"/extensions/comfyui-sharded/docs/{node_id}.md").decode()
         assert page.startswith("# ")
+
+
+def test_the_english_texts_are_the_schemas_own(client: ComfyClient) -> None:
+    """After a change of a schema: `python -m tools.locales`."""
+    served = locales.node_texts((node_id, client.object_info(node_id)) for node_id in locales.node_ids())
+    assert json.loads(locales.ENGLISH.read_text()) == served
 
 
 def test_the_state_route_is_read_only_and_small(client: ComfyClient) -> None:
