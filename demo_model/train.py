@@ -103,11 +103,11 @@ class Recipe:
     single_blocks: int = 4
     rope_axes: tuple[int, int, int] = (8, 12, 12)
     flow_pictures: int = 5120
-    flow_steps: int = 3300
+    flow_steps: int = 4400
     flow_batch: int = 24
     flow_lr: float = 1.5e-3
     flow_warm_up: int = 150
-    flow_decay: int = 1100
+    flow_decay: int = 1000
     flow_average: float = 0.998
 
 
