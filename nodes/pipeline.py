@@ -206,7 +206,10 @@ class Decode(io.ComfyNode):
                 report=progress.report,
                 cancelled=comfy_host.interrupted,
             )
-        return io.NodeOutput(reply.tensors["images"])
+        images = reply.tensors["images"]
+        count, height, width, _ = images.shape
+        comfy_host.say(cls.hidden.unique_id, f"{count} of {width} x {height} pixels")
+        return io.NodeOutput(images)
 
 
 def _read_conditioning(positive: list[Any], info: SlotInfo) -> tuple[dict[str, torch.Tensor], float | None]:

@@ -1,0 +1,62 @@
+"""`python -m tests.browser.pictures`: photographs the shipped workflows after a real run in the real frontend.
+
+Writes workflows/<stem>.jpg, which ComfyUI shows in its template browser, and web/docs/workflow.jpg for the help pages.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Page
+
+from tests.support.browser import frontend, load_workflow
+from tools import ROOT, workflow
+from tools.base_directory import BaseDirectory
+from tools.comfy import Server
+
+STEMS = ("flux_prefer_tensor", "flux_prefer_context")
+WIDTH = 1200
+MARGIN = 24
+# The rectangle around all nodes in pixels of the page: left, top, right, bottom.
+NODES_ON_SCREEN = f"""() => {{
+    const {{scale, offset}} = window.app.canvas.ds, canvas = window.app.canvas.canvas.getBoundingClientRect();
+    const boxes = window.app.graph.nodes.map(node => node.getBounding());
+    const edge = (pick, values, axis) => pick(...values) * scale + offset[axis] * scale + [canvas.x, canvas.y][axis];
+    return [
+        edge(Math.min, boxes.map(b => b[0]), 0) - {MARGIN}, edge(Math.min, boxes.map(b => b[1]), 1) - {MARGIN},
+        edge(Math.max, boxes.map(b => b[0] + b[2]), 0) + {MARGIN}, edge(Math.max, boxes.map(b => b[1] + b[3]), 1) + {MARGIN},
+    ].map(Math.round);
+}}"""
+RUN_SECONDS = 240
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="comfyui-base-") as folder:
+        server = Server(BaseDirectory.create(Path(folder)))
+        with server, frontend(server.url) as page:
+            for stem in STEMS:
+                picture = _photograph(page, stem)
+                picture.save(ROOT / "workflows" / f"{stem}.jpg", quality=88)
+                if stem == STEMS[0]:
+                    picture.save(ROOT / "web" / "docs" / "workflow.jpg", quality=85)
+
+
+def _photograph(page: Page, stem: str) -> Image.Image:
+    """The canvas with the workflow on it, once its picture has arrived."""
+    load_workflow(page, workflow.load(ROOT / "workflows" / f"{stem}.json"))
+    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.QueuePrompt')")
+    page.wait_for_function(
+        "() => window.app.graph.nodes.some(node => node.imgs?.length && node.imgs[0].complete)",
+        timeout=RUN_SECONDS * 1000,
+    )
+    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+    page.wait_for_timeout(1500)  # the view glides there
+    shot = Image.open(io.BytesIO(page.screenshot())).convert("RGB").crop(page.evaluate(NODES_ON_SCREEN))
+    return shot.resize((WIDTH, round(shot.height * WIDTH / shot.width)), Image.Resampling.LANCZOS)
+
+
+if __name__ == "__main__":
+    main()
