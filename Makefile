@@ -13,7 +13,7 @@ BENCHES ?= wire overhead
 # pytest gets the folders that exist.
 folders = $(wildcard $(addprefix tests/,$(1)))
 
-.PHONY: env demo serve test lint format parity bench browser clean distclean
+.PHONY: env demo serve test test-oldest lint format parity bench browser clean distclean
 
 env:
 	@$(PYTHON3) -m tools.environment
@@ -26,6 +26,11 @@ serve: env
 
 test: env
 	$(PYTHON) -m pytest $(call folders,$(SUITES)) -m "$(SELECT)" $(ARGS)
+
+# The oldest supported versions, in an environment of their own: what needs no ComfyUI server.
+OLDEST := torch==2.9.1 torchvision==0.24.1 diffusers==0.42.0 transformers==5.0.0
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest TORCH_REQUIREMENTS="$(OLDEST)" SUITES="unit group"
 
 # Every accepted layout against one process on the same weights: one line each.
 parity: env

@@ -1,4 +1,4 @@
-"""`python -m tools.locales`: writes the English texts of the nodes from their schemas, as a running ComfyUI serves them.
+"""`python -m tools.locales`: writes the English texts of the nodes from their schemas, as ComfyUI serves them.
 
 The schema is the one place where a text is written; other languages translate this file.
 """

@@ -22,12 +22,16 @@ WIDTH = 1200
 MARGIN = 24
 # The rectangle around all nodes in pixels of the page: left, top, right, bottom.
 NODES_ON_SCREEN = f"""() => {{
-    const {{scale, offset}} = window.app.canvas.ds, canvas = window.app.canvas.canvas.getBoundingClientRect();
+    const {{scale, offset}} = window.app.canvas.ds;
+    const canvas = window.app.canvas.canvas.getBoundingClientRect();
     const boxes = window.app.graph.nodes.map(node => node.getBounding());
-    const edge = (pick, values, axis) => pick(...values) * scale + offset[axis] * scale + [canvas.x, canvas.y][axis];
+    const edge = (pick, values, axis) =>
+        (pick(...values) + offset[axis]) * scale + [canvas.x, canvas.y][axis];
     return [
-        edge(Math.min, boxes.map(b => b[0]), 0) - {MARGIN}, edge(Math.min, boxes.map(b => b[1]), 1) - {MARGIN},
-        edge(Math.max, boxes.map(b => b[0] + b[2]), 0) + {MARGIN}, edge(Math.max, boxes.map(b => b[1] + b[3]), 1) + {MARGIN},
+        edge(Math.min, boxes.map(b => b[0]), 0) - {MARGIN},
+        edge(Math.min, boxes.map(b => b[1]), 1) - {MARGIN},
+        edge(Math.max, boxes.map(b => b[0] + b[2]), 0) + {MARGIN},
+        edge(Math.max, boxes.map(b => b[1] + b[3]), 1) + {MARGIN},
     ].map(Math.round);
 }}"""
 RUN_SECONDS = 240

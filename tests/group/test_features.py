@@ -28,10 +28,15 @@ def pipeline(folder: Path) -> diffusers.FluxPipeline:
     return reference_pipeline(folder)
 
 
-@pytest.fixture(scope="module")
-def slot(folder: Path) -> Iterator[Slot]:
-    yield make_slot(folder, layout_of(tensor=2))
+@pytest.fixture(scope="module", autouse=True)
+def groups_end() -> Iterator[None]:
+    yield
     GROUPS.close_all()
+
+
+@pytest.fixture(scope="module")
+def slot(folder: Path) -> Slot:
+    return make_slot(folder, layout_of(tensor=2))
 
 
 def test_embeddings_are_the_pipelines_own(slot: Slot, pipeline: diffusers.FluxPipeline) -> None:

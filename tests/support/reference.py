@@ -29,7 +29,18 @@ def reference_pipeline(folder: Path, dtype: torch.dtype = torch.float32) -> diff
 
 
 def reference_latents(pipeline: diffusers.FluxPipeline, run: Run) -> torch.Tensor:
-    """Latents [B, C, h, w] in VAE space, by the pipeline's own call with one seeded CPU generator."""
+    """Latents [B, C, h, w] in VAE space, by the pipeline's own call with one seeded CPU generator.
+
+    Below fp32 the noise is drawn here: upstream draws it in the low dtype, which gives other numbers in some
+    versions of torch (2.9), and ComfyUI always draws it in fp32.
+    """
+    generator = torch.Generator("cpu").manual_seed(run.seed)
+    noise = None
+    if pipeline.transformer.dtype != torch.float32:
+        channels, factor = pipeline.transformer.config.in_channels // 4, pipeline.vae_scale_factor
+        size = (run.batch_size, channels, run.height // factor, run.width // factor)
+        noise = pipeline._pack_latents(torch.randn(size, generator=generator), *size)
+        noise = noise.to(pipeline.transformer.dtype)
     packed = pipeline(
         run.prompt,
         num_images_per_prompt=run.batch_size,
@@ -37,7 +48,8 @@ def reference_latents(pipeline: diffusers.FluxPipeline, run: Run) -> torch.Tenso
         guidance_scale=run.guidance,
         width=run.width,
         height=run.height,
-        generator=torch.Generator("cpu").manual_seed(run.seed),
+        generator=generator,
+        latents=noise,
         max_sequence_length=pipeline.tokenizer_2.model_max_length,
         output_type="latent",
     ).images
