@@ -1,0 +1,263 @@
+"""ComfyUI's graph editor as a person works in it: open a template, change a value, run, cancel, read what is shown.
+
+Nodes are named by their type. The workflows here are those of the pack, in which every type stands once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Locator, Page, expect
+
+from tests.support.browser import saved_workflow
+from tools import ROOT
+from tools.client import ComfyClient
+from tools.processes import wait_until
+
+SHOTS = ROOT / "test_output" / "browser"
+# Waits end as soon as what they wait for is there. On a machine that is busy otherwise, the page gets few frames.
+PATIENCE = 90_000
+# The first run starts the group.
+RUN_PATIENCE = 400_000
+expect.set_options(timeout=PATIENCE)
+
+# Where a value or a title is drawn on the canvas. A widget has no place before it was drawn for the first time.
+PLACE_OF_WIDGET = """([type, name]) => {
+    const [node] = app.graph.findNodesByType(type), canvas = app.canvas
+    const widget = node.widgets.find(one => one.name === name)
+    if (!widget.y) return null
+    const corner = canvas.canvas.getBoundingClientRect()
+    const [x, y] = canvas.ds.convertOffsetToCanvas([node.pos[0] + node.size[0] / 2, node.pos[1] + widget.y + 10])
+    return {x: corner.left + x, y: corner.top + y, type: widget.type}
+}"""
+PLACE_OF_TITLE = """type => {
+    const [node] = app.graph.findNodesByType(type), canvas = app.canvas
+    const corner = canvas.canvas.getBoundingClientRect()
+    const [x, y] = canvas.ds.convertOffsetToCanvas([node.pos[0] + node.size[0] / 2, node.pos[1] - 15])
+    return {x: corner.left + x, y: corner.top + y}
+}"""
+# The editor puts the progress of a message on its nodes right after its own listeners have seen the message.
+FOLLOW_PROGRESS = """() => {
+    window.shownProgress = []
+    app.api.addEventListener('progress_state', () => setTimeout(() => {
+        for (const node of app.graph.nodes) {
+            if (node.progress !== undefined) window.shownProgress.push([node.type, node.progress])
+        }
+    }, 0))
+}"""
+VALUES = """() => Object.fromEntries(app.graph.nodes.map(node => [
+    node.type, Object.fromEntries((node.widgets ?? []).map(widget => [widget.name, widget.value]))
+]))"""
+# Types of nodes of which a part is outside the window.
+OUT_OF_VIEW = """() => app.graph.nodes.filter(node => {
+    const canvas = app.canvas, corner = canvas.canvas.getBoundingClientRect()
+    const [left, top, width, height] = node.getBounding()
+    const inside = ([x, y]) => corner.left + x >= 0 && corner.left + x <= innerWidth
+        && corner.top + y >= 0 && corner.top + y <= innerHeight
+    const corners = [[left, top], [left + width, top + height]]
+    return !corners.map(point => canvas.ds.convertOffsetToCanvas(point)).every(inside)
+}).map(node => node.type)"""
+# A spot of bare canvas, as far down as there is one with room below: no node on it, and no panel of the page over it.
+EMPTY_SPOT = """pixels => {
+    const canvas = app.canvas, element = canvas.canvas, corner = element.getBoundingClientRect()
+    const bare = (x, y) => {
+        const [graphX, graphY] = canvas.ds.convertCanvasToOffset([x - corner.left, y - corner.top])
+        return document.elementFromPoint(x, y) === element && !app.graph.getNodeOnPos(graphX, graphY)
+    }
+    for (let y = innerHeight - pixels - 20; y > 0; y -= 20) {
+        for (let x = 20; x < innerWidth; x += 20) {
+            if (bare(x, y)) return {x, y}
+        }
+    }
+    return null
+}"""
+CLOSE_SIDEBAR = """() => {
+    const tabs = app.extensionManager.sidebarTab
+    if (tabs.activeSidebarTabId) tabs.toggleSidebarTab(tabs.activeSidebarTabId)
+}"""
+
+
+class Editor:
+    """The editor in `page`; what the page complained about and where else it wanted to go is in the two lists."""
+
+    def __init__(self, page: Page, pack_folder: str, errors: list[str], foreign: list[str]) -> None:
+        self.page = page
+        self.pack_folder = pack_folder
+        self.errors = errors
+        self.foreign = foreign
+        page.set_default_timeout(PATIENCE)
+        page.evaluate(FOLLOW_PROGRESS)
+
+    # ---- what is on the screen
+
+    @property
+    def dialog(self) -> Locator:
+        """Any dialog: templates, missing nodes, missing models, an error."""
+        return self.page.get_by_role("dialog")
+
+    @property
+    def run_button(self) -> Locator:
+        return self.page.get_by_role("button", name="Run", exact=True)
+
+    @property
+    def cancel_button(self) -> Locator:
+        """It can be pressed as long as something runs or waits."""
+        return self.page.get_by_role("button", name="Cancel current run")
+
+    def text(self, content: str | re.Pattern[str]) -> Locator:
+        return self.page.get_by_text(content)
+
+    def screenshot(self, name: str) -> Path:
+        path = SHOTS / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=path, timeout=RUN_PATIENCE, animations="disabled")
+        return path
+
+    def close_sidebar(self) -> None:
+        self.page.evaluate(CLOSE_SIDEBAR)
+
+    # ---- workflows
+
+    def open_templates(self) -> Locator:
+        """The template browser with the cards of the pack."""
+        self.page.get_by_role("button", name="Templates", exact=True).click()
+        self.dialog.get_by_role("button", name=self.pack_folder, exact=True).click()
+        return self.dialog
+
+    def open_template(self, title: str) -> None:
+        """Click the card and wait until its workflow is open and no dialog stands in the way."""
+        before = self.page.evaluate("app.extensionManager.workflow.activeWorkflow.path")
+        self.open_templates().get_by_role("heading", name=title, exact=True).click()
+        # The path is set last of all, after missing nodes and models have been complained about.
+        self.page.wait_for_function(
+            """([title, before]) => {
+                const open = app.extensionManager.workflow.activeWorkflow
+                return open.path !== before && open.filename.startsWith(title)
+            }""",
+            arg=[title, before],
+        )
+        expect(self.dialog).to_have_count(0)
+
+    def saved_nodes(self) -> dict[str, dict[str, Any]]:
+        """The nodes by type, as the editor would save them."""
+        return {node["type"]: node for node in saved_workflow(self.page)["nodes"]}
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """What the widgets show, by node type and name."""
+        return dict(self.page.evaluate(VALUES))
+
+    def out_of_view(self) -> list[str]:
+        return list(self.page.evaluate(OUT_OF_VIEW))
+
+    def set_value(self, node_type: str, name: str, value: str) -> None:
+        """Click the value on the canvas and choose or type another one."""
+        place = self._place(PLACE_OF_WIDGET, [node_type, name])
+        self.page.mouse.click(place["x"], place["y"])
+        if place["type"] == "combo":
+            menu = self.page.locator(".litecontextmenu")
+            menu.get_by_text(value, exact=True).click()
+            expect(menu).to_have_count(0)
+        else:
+            box = self.page.locator(".graphdialog .value")
+            box.fill(value)
+            box.press("Enter")
+            expect(box).to_have_count(0)
+        shown = self.values()[node_type][name]
+        assert str(shown) == value, f"{name} of {node_type} shows {shown!r} after {value!r} was entered"
+
+    def select(self, node_type: str) -> None:
+        place = self._place(PLACE_OF_TITLE, node_type)
+        self.page.mouse.click(place["x"], place["y"])
+
+    def pan_down(self, pixels: int) -> None:
+        """Drag the empty canvas, to bring a node and the buttons above it out from under ComfyUI's own bars."""
+        before = self.page.evaluate("app.canvas.ds.offset[1]")
+        spot = self._place(EMPTY_SPOT, pixels)
+        self.page.mouse.move(spot["x"], spot["y"])
+        self.page.mouse.down()
+        self.page.mouse.move(spot["x"], spot["y"] + pixels, steps=5)
+        self.page.mouse.up()
+        self.page.wait_for_function("before => app.canvas.ds.offset[1] > before", arg=before)
+
+    def point_at(self, node_type: str, name: str) -> None:
+        """Rest the mouse on a value, as one does to read its tooltip."""
+        place = self._place(PLACE_OF_WIDGET, [node_type, name])
+        self.page.mouse.move(place["x"], place["y"] + 2)
+        self.page.mouse.move(place["x"], place["y"])
+
+    # ---- runs
+
+    def press_run(self) -> dict[str, Any]:
+        """Press Run and return what the server answered to the prompt."""
+        with self.page.expect_response(re.compile(r"/prompt$")) as answer:
+            self.run_button.click()
+        return dict(answer.value.json())
+
+    def queue(self) -> str:
+        """Press Run on a workflow that is accepted; its prompt id."""
+        answer = self.press_run()
+        assert not answer.get("node_errors") and "prompt_id" in answer, answer
+        return str(answer["prompt_id"])
+
+    def ended(self, prompt_id: str, client: ComfyClient) -> dict[str, Any]:
+        """Wait for the end of a prompt, on the screen and in the server's history; the record."""
+        # Asked from the page, so that its events go on being handled meanwhile.
+        self.page.wait_for_function(
+            "async id => id in await (await app.api.fetchApi(`/history/${id}`)).json()",
+            arg=prompt_id,
+            polling=250,
+            timeout=RUN_PATIENCE,
+        )
+        # A busy page is a while behind the server.
+        expect(self.cancel_button).to_be_disabled(timeout=RUN_PATIENCE)
+        return client.history(prompt_id)
+
+    def run(self, client: ComfyClient) -> dict[str, Any]:
+        """Run to a success; the server's record."""
+        record = self.ended(self.queue(), client)
+        assert record["status"]["status_str"] == "success", json.dumps(record["status"], indent=1)
+        expect(self.dialog).to_have_count(0)
+        return record
+
+    def forget_progress(self) -> None:
+        self.page.evaluate("window.shownProgress.length = 0")
+
+    def shown_progress(self, node_type: str) -> list[float]:
+        """The fractions that the node's bar has shown."""
+        return [value for kind, value in self.page.evaluate("window.shownProgress") if kind == node_type]
+
+    def wait_for_progress(self, node_type: str) -> None:
+        self.page.wait_for_function(
+            "type => window.shownProgress.some(([kind, value]) => kind === type && value > 0)",
+            arg=node_type,
+            timeout=RUN_PATIENCE,
+        )
+
+    def shown_picture(self, node_type: str) -> dict[str, Any]:
+        """Address and width of the picture that the node shows, once it does."""
+        shown = self.page.wait_for_function(
+            """type => {
+                const [picture] = app.graph.findNodesByType(type)[0].imgs ?? []
+                return picture?.naturalWidth ? {address: picture.src, width: picture.naturalWidth} : null
+            }""",
+            arg=node_type,
+        )
+        return dict(shown.json_value())
+
+    def settle(self, client: ComfyClient) -> None:
+        """As a test wants to find the editor, whatever the one before left open."""
+        wait_until(lambda: not client.queue_state()["queue_running"], 60, "the server to become idle")
+        for _ in range(3):
+            if not self.dialog.count():
+                break
+            self.page.keyboard.press("Escape")
+            self.page.wait_for_timeout(300)
+        expect(self.dialog).to_have_count(0)
+        self.close_sidebar()
+        self.forget_progress()
+
+    def _place(self, script: str, argument: Any) -> dict[str, Any]:
+        return dict(self.page.wait_for_function(script, arg=argument).json_value())
