@@ -84,6 +84,5 @@ class LoadPipeline(io.ComfyNode):
             info = pipeline.ensure(progress)
         size = f"{comfy_host.readable_bytes(info.weight_bytes)} each"
         done = "already loaded" if was_loaded else f"loaded in {info.seconds:.1f} s"
-        ranks = f"{layout.spec.world_size} ranks, " if layout.spec.world_size > 1 else ""
-        comfy_host.say(cls.hidden.unique_id, f"{ranks}{layout.spec.describe()}, {size}, {done}")
+        comfy_host.say(cls.hidden.unique_id, f"{layout.spec.describe()}, {size}, {done}")
         return io.NodeOutput(pipeline)

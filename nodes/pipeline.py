@@ -78,7 +78,7 @@ class SamplePipeline(io.ComfyNode):
                     max=100.0,
                     step=0.1,
                     tooltip="How closely a guidance-distilled model follows the prompt; a Flux Guidance node on "
-                    "`positive` wins over it, models without guidance ignore it.",
+                    "positive wins over it, models without guidance ignore it.",
                 ),
                 io.Int.Input(
                     "width",

@@ -291,7 +291,10 @@ class WorkerGroup:
             if message is not None and message.call == self._call:
                 if isinstance(message.body, Progress):
                     progress[rank] = message.body
-                    if report is not None and raised is None:
+                    told = len(progress) == len(session.connections) or message.body.phase != "loading"
+                    if (
+                        report is not None and raised is None and told
+                    ):  # or the total would grow as ranks join
                         try:
                             report(_together(progress), message.tensors)
                         except (

@@ -24,12 +24,17 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 class ShardedError(Exception):
     """Anything this pack reports to its user."""
 
+    # ComfyUI's report shows the module, which for a custom node is a path on the user's disk.
+    __module__ = "sharded"
+
 
 class Refusal(ShardedError):
     """Something that cannot be done, found before loading or sampling.
 
     The message has three lines, as the nodes show it: what cannot be done, why, and the nearest thing that can.
     """
+
+    __module__ = "sharded"
 
     def __init__(self, what: str, why: str, instead: str):
         super().__init__(f"{what}\n{why}\n{instead}")
@@ -39,6 +44,8 @@ class Refusal(ShardedError):
 class Cancelled(ShardedError):
     """The call was cancelled; every rank stopped at the same boundary and is ready for the next call."""
 
+    __module__ = "sharded"
+
 
 class RankError(ShardedError):
     """A rank failed or died during a call.
@@ -47,6 +54,8 @@ class RankError(ShardedError):
     hold), "failed", "died", "start".
     """
 
+    __module__ = "sharded"
+
     def __init__(self, message: str, *, rank: int = -1, kind: str = "failed", traceback: str = ""):
         super().__init__(message)
         self.rank, self.kind, self.traceback = rank, kind, traceback
@@ -54,6 +63,8 @@ class RankError(ShardedError):
 
 class RankOutOfMemory(RankError):
     """A rank ran out of device memory."""
+
+    __module__ = "sharded"
 
 
 # --------------------------------------------------------------------------------------------------------------

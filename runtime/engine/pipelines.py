@@ -301,6 +301,7 @@ class _ByteCounter:
     def __init__(self, report: Report, total: int):
         self._report, self._total = report, total
         self._done, self._last = 0, 0.0
+        self.add(0)
 
     def add(self, nbytes: int) -> None:
         self._done += nbytes
