@@ -158,7 +158,7 @@ class Worker:
                 return self.backend.memory(), {}
             case Ping():
                 return self._done(self._inverted(tensors))
-        raise Refusal(f"A rank cannot serve {type(request).__name__}.", "It is not a request.", "")
+        raise TypeError(f"{type(request).__name__} is no request")
 
     def _load(self, request: Load, report, cancelled) -> Body:
         from .engine.pipelines import PipelineSlot
