@@ -271,10 +271,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The call ended on this rank; results are in the frame's tensors. `note` is one line worth showing."""
-
-    note: str = ""
-    memory: Memory = Memory()
+    """The call ended on this rank; results are in the frame's tensors."""
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -175,9 +175,9 @@ class Worker:
             raise EmptySlot(f"slot '{name}' is empty on rank {self.place.rank}")
         return self.slots[name]
 
-    def _done(self, tensors: dict[str, torch.Tensor], note: str = "") -> tuple[Body, dict[str, torch.Tensor]]:
+    def _done(self, tensors: dict[str, torch.Tensor]) -> tuple[Body, dict[str, torch.Tensor]]:
         """Only rank 0 carries results; the others just say that they are through."""
-        return Done(note=note, memory=self.backend.memory()), tensors if self.place.rank == 0 else {}
+        return Done(), tensors if self.place.rank == 0 else {}
 
     def _inverted(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         import torch

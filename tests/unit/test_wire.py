@@ -149,7 +149,8 @@ BODIES: list[spec.Body | None] = [
         model=spec.ModelSpec(path="/m", pipeline_class="FluxPipeline", dtype="bfloat16"),
         parallel=spec.ParallelSpec(tensor=4),
     ),
-    spec.Done(note="through", memory=spec.Memory(weights=1 << 40)),
+    spec.Done(),
+    spec.Memory(weights=1 << 40),
     spec.Failure(kind="memory", message="no room"),
 ]
 
