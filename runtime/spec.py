@@ -8,6 +8,7 @@ ulysses, tensor), *degree* its size; *dim* is only ever a tensor dimension.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -71,8 +72,31 @@ class RankOutOfMemory(RankError):
 # Layouts and devices
 
 
+def divide(units: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Whole units for each rank, as near to `shares` as whole numbers allow, and at least one each.
+
+    Equal shares differ by one at most, the larger ones first: 38 over four is 10, 10, 9, 9. Raises ValueError when
+    there are fewer units than ranks.
+    """
+    if units < len(shares):
+        raise ValueError(f"{units} cannot be divided over {len(shares)} ranks")
+    spare, total = units - len(shares), sum(shares)
+    # The exact part of each beyond its one, in units of 1 / total; what is left over goes to the largest remainders.
+    wanted = [max(0, units * share - total) for share in shares]
+    total_wanted = sum(wanted) or 1
+    counts = [spare * part // total_wanted for part in wanted]
+    remainders = sorted(range(len(shares)), key=lambda rank: (-(spare * wanted[rank] % total_wanted), rank))
+    for rank in remainders[: spare - sum(counts)]:
+        counts[rank] += 1
+    return tuple(1 + count for count in counts)
+
+
 class ParallelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The one description of a layout: the degree of every axis, and the attention backend."""
+    """The one description of a layout: the degree of every axis, the attention backend, and how weights are cut.
+
+    `tensor_shares` are the relative shares of the tensor axis's ranks, () for equal ones; `tensor_plan` is a user's
+    own tensor plan as JSON text, "" for the plan that fits the model.
+    """
 
     replica: int = 1
     stage: int = 1
@@ -80,6 +104,13 @@ class ParallelSpec(msgspec.Struct, frozen=True, kw_only=True):
     ulysses: int = 1
     tensor: int = 1
     attention: str = "native"
+    tensor_shares: tuple[int, ...] = ()
+    tensor_plan: str = ""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The relative share of each rank of the tensor axis."""
+        return self.tensor_shares or (1,) * self.tensor
 
     @property
     def world_size(self) -> int:
@@ -99,17 +130,21 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the user asked for on a Parallel Config node; the planner turns it into a `Layout`.
 
     `degrees` counts only under the strategy "manual". `devices` is "auto", "cpu", or physical cards in PCI order,
-    such as "0,1,3".
+    such as "0,1,3". `tensor_plan` is a user's own plan as JSON text, from a Tensor Plan node.
     """
 
     strategy: str = "auto"
     degrees: ParallelSpec = ParallelSpec()
     devices: str = "auto"
     attention: str = "auto"
+    tensor_plan: str = ""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that one rank can own. `index` is the physical card in PCI order (for "cpu" just a count)."""
+    """A device that one rank can own. `index` is the physical card in PCI order (for "cpu" just a count).
+
+    `peers` are the indices of the cards it reaches directly (NVLink, or PCIe with peer access); None is unknown.
+    """
 
     kind: str
     index: int
@@ -117,6 +152,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     total_bytes: int = 0
     free_bytes: int = 0
+    peers: tuple[int, ...] | None = None
 
     @property
     def key(self) -> str:

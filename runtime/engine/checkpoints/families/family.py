@@ -1,0 +1,24 @@
+"""What is known of an architecture's original layout. Pure Python: no torch, no diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..source import Shapes
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture in its original layout (the key names its authors and ComfyUI use).
+
+    `recognises` looks at keys and shapes with the prefix removed. `config` gives the keyword arguments of the
+    diffusers class's constructor, all of them that the shapes decide or that differ between published variants;
+    it raises ValueError with a reason for a variant that cannot be told or is not supported.
+    """
+
+    name: str  # as people say it: "FLUX.1", "Wan 2.1 / 2.2"
+    model_class: str  # the diffusers class
+    recognises: Callable[[Shapes], bool]
+    config: Callable[[Shapes], dict[str, Any]]
