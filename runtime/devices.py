@@ -6,8 +6,11 @@ import contextlib
 import os
 from collections.abc import Sequence
 
+import msgspec
+
 from .spec import Device, Refusal
 
+_READ, _P2P_OK = 0, 0  # numbers of nvml.h: pynvml's own NVML_P2P_CAPS_INDEX_READ is the tuple (0,) by a slip
 CPU_SLOTS = 8  # CPU ranks are for tests and the demo; a workflow asks for more only by mistake
 
 
@@ -15,7 +18,7 @@ def physical_cards() -> tuple[Device, ...]:
     """Every NVIDIA card in PCI order, also those hidden from ComfyUI by CUDA_VISIBLE_DEVICES.
 
     Free bytes are the driver's, so they see other processes. Empty without a driver; a card that the driver has
-    lost is left out, and one that does not tell its memory has 0 bytes.
+    lost is left out, one that does not tell its memory has 0 bytes, one that does not tell its links has no `peers`.
     """
     try:
         import pynvml
@@ -30,6 +33,7 @@ def physical_cards() -> tuple[Device, ...]:
         for index in range(pynvml.nvmlDeviceGetCount()):
             with contextlib.suppress(pynvml.NVMLError):
                 cards.append(_card(pynvml, index))
+        cards = [msgspec.structs.replace(card, peers=_peers(pynvml, card, cards)) for card in cards]
     except pynvml.NVMLError:
         return ()
     finally:
@@ -48,6 +52,20 @@ def _card(nvml, index: int) -> Device:
         total, free = memory.total, memory.free
     text = [part.decode(errors="replace") if isinstance(part, bytes) else part for part in (uuid, name)]
     return Device(kind="cuda", index=index, uuid=text[0], name=text[1], total_bytes=total, free_bytes=free)
+
+
+def _peers(nvml, card: Device, cards: Sequence[Device]) -> tuple[int, ...] | None:
+    """The cards that `card` and they each read from the other's memory; None where the driver does not tell."""
+    others = [other.index for other in cards if other.index != card.index]
+    try:
+        return tuple(n for n in others if _reads(nvml, card.index, n) and _reads(nvml, n, card.index))
+    except (AttributeError, nvml.NVMLError):  # a library or a driver that lacks the call
+        return None
+
+
+def _reads(nvml, reader: int, other: int) -> bool:
+    first, second = nvml.nvmlDeviceGetHandleByIndex(reader), nvml.nvmlDeviceGetHandleByIndex(other)
+    return nvml.nvmlDeviceGetP2PStatus(first, second, _READ) == _P2P_OK
 
 
 def cpu_devices(count: int = CPU_SLOTS) -> tuple[Device, ...]:

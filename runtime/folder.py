@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import reprlib
 import struct
 from collections.abc import Mapping
@@ -36,6 +37,11 @@ _WEIGHTS = {
     "text_encoder_2": "model",
 }
 _MOST_HEADS = 4096  # far beyond any model: a number from a file must not keep the planner counting
+_DEFAULT_HEADS = {"FluxTransformer2DModel": 24}  # what diffusers takes where a config does not say
+_GROUP_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+# Picture and text tokens at 1024x1024: the planner chooses a layout before it knows the size.
+_TOKENS = {"FluxPipeline": 64 * 64 + 512}
+_IN_A_BLOCK = re.compile(r"\.\d+\.")
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -73,13 +79,16 @@ def _inspect(path: Path) -> ModelFacts:
                 f"It has no {part}/*.json.",
                 "Download the whole folder of the model.",
             )
+    heads, head_groups = _heads(name, configs["transformer"])
     headers = {part: _headers(path / part, part) for part in _WEIGHTS}
     sizes = {part: sum(_tensor_bytes(h) for h in files.values()) for part, files in headers.items()}
     return ModelFacts(
         path=str(path),
         pipeline_class=pipeline,
         transformer_class=configs["transformer"]["_class_name"],
-        heads=_heads(name, configs["transformer"]),
+        heads=heads,
+        head_groups=head_groups,
+        tokens=_TOKENS[pipeline],
         transformer_bytes=sizes["transformer"],
         split_bytes=sum(_split_bytes(header) for header in headers["transformer"].values()),
         encoder_bytes=sizes["text_encoder"] + sizes["text_encoder_2"],
@@ -156,15 +165,19 @@ def _check_configs(model: str, pipeline: str, configs: Mapping[str, Mapping[str,
             )
 
 
-def _heads(model: str, config: Mapping[str, Any]) -> int:
-    heads = config.get("num_attention_heads", 24)  # diffusers' default
-    if isinstance(heads, bool) or not isinstance(heads, int) or not 1 <= heads <= _MOST_HEADS:
-        raise Refusal(
-            f"The transformer of '{model}' has no usable number of attention heads.",
-            f"Its config.json says num_attention_heads {_line(heads)}.",
-            "Download that file of the model again.",
-        )
-    return heads
+def _heads(model: str, config: Mapping[str, Any]) -> tuple[int, int]:
+    """Attention heads, and the groups of them that share keys and values (0: each has its own)."""
+    heads = config.get("num_attention_heads", _DEFAULT_HEADS.get(config["_class_name"]))
+    groups_key = next((key for key in _GROUP_KEYS if config.get(key) is not None), "")
+    groups = config[groups_key] if groups_key else heads
+    for key, count in (("num_attention_heads", heads), (groups_key, groups)):
+        if type(count) is not int or not 1 <= count <= _MOST_HEADS or heads % count:
+            raise Refusal(
+                f"The transformer of '{model}' has no usable number of attention heads.",
+                f"Its config.json says {key} {_line(count)}.",
+                "Download that file of the model again.",
+            )
+    return heads, groups if groups != heads else 0
 
 
 def _weight_files(folder: Path, component: str) -> list[Path]:
@@ -276,11 +289,11 @@ def _tensor_bytes(header: Mapping[str, Any]) -> int:
 
 
 def _split_bytes(header: Mapping[str, Any]) -> int:
-    """Bytes of the matrices inside the blocks, modulation left out: what upstream's tensor plans divide."""
+    """Bytes of the matrices inside numbered blocks, modulation included: what the tensor axis divides."""
     return sum(
         entry["data_offsets"][1] - entry["data_offsets"][0]
         for name, entry in header.items()
-        if "transformer_blocks." in name and ".norm" not in name and len(entry["shape"]) > 1
+        if _IN_A_BLOCK.search(name) and len(entry["shape"]) > 1
     )
 
 

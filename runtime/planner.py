@@ -1,33 +1,22 @@
-"""Does it fit, which layout, and why: pure functions over a model's facts and a list of devices."""
+"""What the nodes ask before anything is loaded: can it be done, in which layout, and why.
+
+`room.py` counts bytes, `accept.py` says what is accepted, `choose.py` what the adaptive strategies take.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
+from .accept import accept, check_degrees
+from .choose import choose
 from .devices import choose_devices, default_cpu_ranks, physical_cards
 from .folder import folder_version, inspect_pipeline
-from .spec import (
-    AXES,
-    STRATEGIES,
-    Device,
-    Layout,
-    ModelFacts,
-    ModelSpec,
-    ParallelConfig,
-    ParallelSpec,
-    Refusal,
-)
-
-# Transformers that upstream has a tensor plan and a context plan for, and that are tested here in both.
-TENSOR_CLASSES = frozenset({"FluxTransformer2DModel"})
-CONTEXT_CLASSES = frozenset({"FluxTransformer2DModel"})
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_NOT_BUILT = {
-    "ring": "ring attention (ring) is not built yet; ulysses also splits the sequence",
-    "stage": "consecutive layers per rank (stage) is not built yet; tensor also divides the weights",
-    "replica": "several copies of the model (replica) is not built yet; queue the prompts one after the other",
-}
+from .plan_text import read_plan_text
+from .room import Situation, held_dtype, rank_bytes
+from .spec import STRATEGIES, Device, Layout, ModelFacts, ModelSpec, ParallelConfig, ParallelSpec, Refusal
 
 
 def check_config(config: ParallelConfig) -> None:
@@ -44,156 +33,33 @@ def check_config(config: ParallelConfig) -> None:
             "Only PyTorch's own attention is tested in every layout so far.",
             "Works here: auto or native.",
         )
-    if config.strategy != "manual":
-        return
-    degrees = config.degrees.degrees()
-    for axis in AXES:
-        if degrees[axis] < 1:
-            raise Refusal(
-                f"{axis} {degrees[axis]} is no degree.", "A degree counts ranks.", f"Works here: {axis} 1."
-            )
-        if axis in _NOT_BUILT and degrees[axis] > 1:
-            raise Refusal(
-                f"{axis} {degrees[axis]} cannot be used.",
-                f"It would be ignored otherwise: {_NOT_BUILT[axis].split(';')[0]}.",
-                f"Works here: {axis} 1;{_NOT_BUILT[axis].split(';')[1]}.",
-            )
-    if config.degrees.tensor > 1 and config.degrees.ulysses > 1:
-        raise Refusal(
-            f"tensor {config.degrees.tensor} together with ulysses {config.degrees.ulysses} is not built yet.",
-            "Both axes on one mesh have not been verified against one process so far.",
-            f"Works here: tensor {config.degrees.world_size}, or ulysses {config.degrees.world_size}.",
-        )
+    if config.tensor_plan:
+        read_plan_text(config.tensor_plan)
+    if config.strategy == "manual":
+        check_degrees(config.degrees)
 
 
 def plan(
     facts: ModelFacts, config: ParallelConfig, cards: Sequence[Device] | None = None, dtype: str = "auto"
 ) -> Layout:
-    """The layout for this model on this machine, or Refusal. `cards` are this machine's if not given."""
+    """The layout for this model on this machine, or Refusal. `cards` are this machine's if not given.
+
+    A tensor plan goes with the tensor axis. A layout without it holds whole weights and needs none: that is no
+    error, so that a workflow with a plan also runs on one card.
+    """
     check_config(config)
     devices = choose_devices(config.devices, physical_cards() if cards is None else cards)
+    if config.strategy != "manual" and devices[0].kind == "cpu":
+        devices = devices[: default_cpu_ranks()]
+    situation = Situation(facts=facts, devices=devices, dtype=dtype, tensor_plan=config.tensor_plan)
     if config.strategy == "manual":
-        spec = config.degrees
-        reason = "as set on the Parallel Config"
+        spec, reason = config.degrees, "as set on the Parallel Config"
     else:
-        spec, reason = _adapt(facts, config.strategy, dtype, devices)
-    _check(facts, spec, devices)
-    chosen = _largest(devices, spec.world_size)
-    _check_room(rank_bytes(facts, dtype, spec), spec, chosen)
-    return Layout(spec=spec, devices=chosen, reason=reason)
-
-
-def _adapt(
-    facts: ModelFacts, strategy: str, dtype: str, devices: Sequence[Device]
-) -> tuple[ParallelSpec, str]:
-    """The adaptive strategies: never more ranks than devices, never a degree that does not divide the heads.
-
-    The context axis takes powers of two only: any other degree leaves a remainder of the 512 text tokens. Cards too
-    small for their share are left out, and where the context axis has no room the weights are divided instead.
-    """
-    on_cpu = devices[0].kind == "cpu"
-    degrees = _degrees_for(facts.heads, min(default_cpu_ranks(), len(devices)) if on_cpu else len(devices))
-    if max(degrees) == 1:
-        return ParallelSpec(), "only one device can be used"
-    even = [degree for degree in degrees if degree & (degree - 1) == 0]
-    # By what the cards have, not by what is free now: ComfyUI makes room, and the choice stays the same next time.
-    whole = rank_bytes(facts, dtype, ParallelSpec())
-    holding_all = [d for d in even if on_cpu or all(_usable(card) >= whole for card in _largest(devices, d))]
-    context = max(holding_all, default=1)
-    if strategy == "prefer context" and context > 1:
-        reason = "context is preferred: every rank holds all weights and a part of the sequence"
-        return ParallelSpec(ulysses=context), reason
-    if strategy == "auto" and not on_cpu and context == max(even) > 1:
-        reason = "the weights fit on every card, so the sequence is divided for speed"
-        return ParallelSpec(ulysses=context), reason
-    shares = {degree: rank_bytes(facts, dtype, ParallelSpec(tensor=degree)) for degree in degrees}
-    roomy = [d for d in degrees if not _too_small(_largest(devices, d), shares[d])]
-    spec = ParallelSpec(tensor=max(roomy, default=max(degrees)))
-    if spec.tensor == 1:
-        return spec, "the weights fit on one card, and no other has room for its share"
-    if strategy == "prefer tensor":
-        return spec, "tensor is preferred: every rank holds a part of the weights"
-    if on_cpu:
-        return spec, "ranks on the CPU share one memory, so the weights are divided"
-    return (
-        spec,
-        "not every card can hold all weights beside its part of the sequence, so the weights are divided",
-    )
-
-
-def rank_bytes(facts: ModelFacts, dtype: str, spec: ParallelSpec) -> int:
-    """Bytes of the transformer on one rank: its part of what is divided, all of the rest."""
-    stored = facts.transformer_bytes - facts.split_bytes + facts.split_bytes // spec.tensor
-    wanted = facts.stored_dtype if dtype == "auto" else dtype
-    return stored * _ITEM_BYTES[wanted] // _ITEM_BYTES[facts.stored_dtype]
-
-
-def _usable(device: Device) -> int:
-    """What weights may take of a card: the rest is for activations, the driver and a display. 0 is unknown."""
-    return int(device.total_bytes * 0.85)
-
-
-def _too_small(devices: Sequence[Device], need: int) -> list[Device]:
-    """The cards known to have less room for weights than `need`, smallest first."""
-    small = [device for device in devices if device.kind != "cpu" and 0 < _usable(device) < need]
-    return sorted(small, key=lambda device: device.total_bytes)
-
-
-def _check_room(need: int, spec: ParallelSpec, devices: Sequence[Device]) -> None:
-    small = _too_small(devices, need)
-    if not small:
-        return
-    raise Refusal(
-        f"{spec.describe()} needs {need / 2**30:.1f} GB for weights on every card; {small[0].label} "
-        f"has {small[0].total_bytes / 2**30:.1f} GB.",
-        "A rank's share of the transformer stays on its card, and the pictures need room beside it.",
-        "Works instead: a larger tensor degree, more cards, or a smaller dtype.",
-    )
-
-
-def _check(facts: ModelFacts, spec: ParallelSpec, devices: Sequence[Device]) -> None:
-    ranks = spec.world_size
-    if ranks > len(devices):
-        nearest = max(_degrees_for(facts.heads, len(devices)))
-        kind = "GPU" if devices[0].kind == "cuda" else "CPU rank"
-        raise Refusal(
-            f"{spec.describe()} needs {ranks} devices; here are {len(devices)}.",
-            f"Every rank owns a device of its own, and this machine offers {len(devices)} {kind}s for it.",
-            f"Works here: tensor {nearest}, or ulysses {nearest}.",
-        )
-    for axis, degree, classes in (
-        ("tensor", spec.tensor, TENSOR_CLASSES),
-        ("ulysses", spec.ulysses, CONTEXT_CLASSES),
-    ):
-        if degree > 1 and facts.transformer_class not in classes:
-            raise Refusal(
-                f"{facts.transformer_class} cannot run with {axis} {degree}.",
-                f"There is no plan for its {axis} axis that was verified against one process.",
-                f"Works here: one rank; {axis} for {', '.join(sorted(classes))}.",
-            )
-        if facts.heads % degree:
-            nearest_two = _nearest(facts.heads, degree, len(devices))
-            raise Refusal(
-                f"{axis} {degree} does not divide the {facts.heads} attention heads of this model.",
-                "Heads are divided evenly over the ranks; uneven splits are not built yet.",
-                f"Works instead: {axis} {' or '.join(map(str, nearest_two))}.",
-            )
-
-
-def _degrees_for(heads: int, available: int) -> list[int]:
-    return [degree for degree in range(1, available + 1) if heads % degree == 0]
-
-
-def _nearest(heads: int, degree: int, available: int) -> list[int]:
-    """The divisors of `heads` next below and above `degree` that `available` devices can serve."""
-    divisors = _degrees_for(heads, available)
-    return [*[d for d in divisors if d < degree][-1:], *[d for d in divisors if d > degree][:1]]
-
-
-def _largest(devices: Sequence[Device], count: int) -> tuple[Device, ...]:
-    """The `count` devices with the most memory, in their given order."""
-    chosen = sorted(devices, key=lambda device: -device.total_bytes)[:count]
-    return tuple(device for device in devices if device in chosen)
+        spec, reason = choose(situation, config.strategy)
+    if config.tensor_plan and spec.tensor == 1:
+        reason += ", and no weights are divided, so the tensor plan is not needed"
+    spec = msgspec.structs.replace(spec, tensor_plan=config.tensor_plan if spec.tensor > 1 else "")
+    return accept(situation, spec, reason)
 
 
 def check_devices(text: str) -> None:
@@ -216,7 +82,7 @@ def model_spec(facts: ModelFacts, dtype: str, layout: Layout) -> ModelSpec:
     return ModelSpec(
         path=facts.path,
         pipeline_class=facts.pipeline_class,
-        dtype=facts.stored_dtype if dtype == "auto" else dtype,
+        dtype=held_dtype(facts, dtype),
         version=facts.version,
         rank_bytes=rank_bytes(facts, dtype, layout.spec),
     )

@@ -174,7 +174,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the planner needs to know of a pipeline folder, read from its configs and headers."""
+    """What the planner needs to know of a pipeline folder, read from its configs and headers.
+
+    `head_groups` are the key and value heads where several attention heads share one, 0 where each has its own.
+    `tokens` is the length of the sequence for a picture of 1024x1024, 0 if unknown: sizes come after the layout.
+    """
 
     path: str
     pipeline_class: str
@@ -186,6 +190,13 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     vae_bytes: int
     stored_dtype: str
     version: str
+    head_groups: int = 0
+    tokens: int = 0
+
+    @property
+    def units(self) -> int:
+        """What attention is divided in: heads, or groups of heads that share their keys and values."""
+        return self.head_groups or self.heads
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

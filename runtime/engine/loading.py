@@ -1,35 +1,25 @@
-"""Reads a transformer from safetensors files, each rank its own slices only, straight to its device.
+"""Fills a transformer from a checkpoint's sources, each rank its own slices only, straight to its device.
 
 No rank ever holds a full planned weight: a slice is read through the page cache, copied once to the device in the
-dtype asked for, and forgotten. Between slices a load can be cancelled.
+dtype asked for, and forgotten. Everything that can be wrong with a checkpoint is refused before the first byte is
+read; between tensors a load can be cancelled.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
+import diffusers.models.transformers
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
+from diffusers import ModelMixin
 
-from ..spec import Cancelled
-from .tensor import Shard, read_shard
-
-WEIGHTS = "diffusion_pytorch_model"
-_ITEM_BYTES = {
-    "F64": 8,
-    "I64": 8,
-    "F32": 4,
-    "I32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "BOOL": 1,
-}
+from ..spec import Cancelled, Refusal
+from .checkpoints.source import Sources, WeightSource
+from .tensor import Shard, shard_indices
 
 
 class SliceRead(NamedTuple):
@@ -40,80 +30,153 @@ class SliceRead(NamedTuple):
     read: int
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a component, one or many."""
-    index = folder / f"{WEIGHTS}.safetensors.index.json"
-    if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return [folder / f"{WEIGHTS}.safetensors"]
+def transformer_class(name: str) -> type:
+    """The diffusers transformer called `name`; nothing else is ever instantiated. Raises Refusal."""
+    found = getattr(diffusers.models.transformers, name, None)
+    if isinstance(found, type) and issubclass(found, ModelMixin):
+        return found
+    raise Refusal(
+        f"There is no transformer called {name[:100]}.",
+        "Only diffusers' own transformer classes are ever loaded.",
+        "Works here: the model as it was published.",
+    )
 
 
-def empty_model(model_class: type, folder: Path) -> torch.nn.Module:
-    """The model of `folder`'s config without memory for its weights; computed buffers are real."""
+def empty_model(class_name: str, config: Mapping[str, Any]) -> torch.nn.Module:
+    """The model of `config` without memory for its weights; computed buffers are real."""
     with init_empty_weights(include_buffers=False):
-        model = model_class.from_config(model_class.load_config(folder))  # type: ignore[attr-defined]
+        model = transformer_class(class_name).from_config(dict(config))  # type: ignore[attr-defined]
     return model.eval().requires_grad_(False)
 
 
-def bytes_to_read(files: list[Path], plan: Mapping[str, Shard], degree: int) -> int:
-    """Bytes that one of `degree` ranks reads from `files`, from their headers."""
+def check_sources(model: torch.nn.Module, sources: Sources) -> None:
+    """Refuse a checkpoint that lacks a parameter, has one too many, or one of another shape. Reads nothing."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    parameters = {name for name, _ in model.named_parameters()}
+    for name, source in sources.items():
+        if name in expected and source.shape != expected[name]:
+            raise Refusal(
+                f"{source.where} has the shape {_size(source.shape)}.",
+                f"'{name}' of this {type(model).__name__} has the shape {_size(expected[name])}.",
+                "Download the file again, with the config that was published beside it.",
+            )
+    missing = sorted(parameters - set(sources))
+    if missing:
+        raise Refusal(
+            f"The weight files lack {_count(missing)}.",
+            f"{type(model).__name__} needs every one of its {len(parameters)} parameters.",
+            "Download the model's files again; all parts of a model in several files are needed.",
+        )
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    extra = sorted(
+        name for name in set(sources) - set(expected) if not any(re.search(word, name) for word in ignored)
+    )
+    if extra:
+        raise Refusal(
+            f"The weight files hold {_count(extra)} too many: {sources[extra[0]].where}.",
+            f"This {type(model).__name__} has no place for it, and leaving it out could change the picture.",
+            "Use the file as it was published; extensions such as LoRA or IP-Adapter are files of their own.",
+        )
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "of one number"
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"'{names[0]}'" if len(names) == 1 else f"{len(names)} tensors, such as '{names[0]}',"
+
+
+def bytes_to_read(sources: Sources, shards: Mapping[str, Shard], rank: int, shares: Sequence[int]) -> int:
+    """Bytes of the files that `rank` reads."""
     total = 0
-    for name, source in _tensors(files):
-        nbytes = torch.Size(source.get_shape()).numel() * _ITEM_BYTES.get(source.get_dtype(), 4)
-        total += nbytes // degree if name in plan else nbytes
+    for name, source in sources.items():
+        elements = prod(source.shape)
+        if name in shards:
+            dim = shards[name].dim
+            elements = elements // source.shape[dim] * shards[name].length(rank, shares)
+        total += elements * source.item_bytes
     return total
 
 
 def read_weights(
     model: torch.nn.Module,
-    files: list[Path],
-    plan: Mapping[str, Shard],
+    sources: Sources,
+    shards: Mapping[str, Shard],
     *,
     rank: int,
-    degree: int,
+    shares: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
     on_bytes: Callable[[int], None],
     cancelled: Callable[[], bool],
     on_slice: Callable[[SliceRead], None] | None = None,
 ) -> None:
-    """Fill `model` from `files`: planned parameters with this rank's part, all others whole.
+    """Fill `model` from `sources`: planned parameters with this rank's part, all others whole.
 
-    `on_bytes` gets the bytes read after each tensor. Raises KeyError for parameters the files lack, Cancelled.
+    `on_bytes` gets the bytes of the file read after each tensor. Raises Cancelled.
     """
-    parameters = dict(model.named_parameters())
-    buffers = dict(model.named_buffers())
+    parameters = {name for name, _ in model.named_parameters()}
+    buffers = {name for name, _ in model.named_buffers()}
     keep = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-    missing = set(parameters)
-    for name, source in _tensors(files):
+    for name, source in sources.items():
         if cancelled():
             raise Cancelled("Cancelled while reading weights.")
         if name not in parameters and name not in buffers:
             continue
-        part = read_shard(source, plan[name], rank, degree) if name in plan else source[:]
+        is_kept = any(word in name.split(".") for word in keep)
+        wanted = torch.float32 if is_kept else dtype
+        part = read_part(source, shards.get(name), rank, shares, wanted, device)
         if on_slice is not None:
-            on_slice(SliceRead(name, torch.Size(source.get_shape()).numel(), part.numel()))
-        on_bytes(part.nbytes)
-        target = torch.float32 if any(word in name.split(".") for word in keep) else dtype
-        # A copy even where nothing changes: the slice is a view of the mapped file.
-        owned = torch.empty(
-            part.shape, dtype=target if part.is_floating_point() else part.dtype, device=device
-        )
-        owned.copy_(part)
-        _place(model, name, owned, name in parameters)
-        missing.discard(name)
-    if missing:
-        raise KeyError(f"the weight files lack {len(missing)} parameters, such as '{min(missing)}'")
+            on_slice(SliceRead(name, prod(source.shape), part.numel()))
+        on_bytes(part.numel() * source.item_bytes)
+        place(model, name, part, name in parameters)
 
 
-def _tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
-    for file in files:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                yield name, opened.get_slice(name)
+def read_part(
+    source: WeightSource,
+    shard: Shard | None,
+    rank: int,
+    shares: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """This rank's part of `source` (all of it without a shard) in memory of its own; nothing else is read."""
+    if shard is None:
+        return _copy(source.read(tuple(slice(0, size) for size in source.shape)), dtype, device)
+    indices = shard_indices(source.shape, shard, rank, shares)
+    if len(indices) == 1:
+        return _copy(source.read(indices[0]), dtype, device)
+    shape = list(source.shape)
+    shape[shard.dim] = shard.length(rank, shares)
+    target, offset = torch.empty(shape, dtype=dtype, device=device), 0
+    for index in indices:
+        piece = source.read(index)
+        target.narrow(shard.dim, offset, piece.shape[shard.dim]).copy_(piece)
+        offset += piece.shape[shard.dim]
+    return target
 
 
-def _place(model: torch.nn.Module, name: str, tensor: torch.Tensor, is_parameter: bool) -> None:
+def _copy(part: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A copy even where nothing changes: the part is a view of the mapped file."""
+    wanted = dtype if part.is_floating_point() else part.dtype
+    return torch.empty(part.shape, dtype=wanted, device=device).copy_(part)
+
+
+def shard_loaded(
+    model: torch.nn.Module, shards: Mapping[str, Shard], rank: int, shares: Sequence[int]
+) -> None:
+    """Cut a model that is loaded whole to this rank's part: for comparison, it needs memory for all of it first."""
+    for name, parameter in list(model.named_parameters()):
+        if name not in shards:
+            continue
+        pieces = [parameter[index] for index in shard_indices(parameter.shape, shards[name], rank, shares)]
+        part = torch.cat(pieces, dim=shards[name].dim) if len(pieces) > 1 else pieces[0].clone()
+        place(model, name, part.contiguous(), is_parameter=True)
+
+
+def place(model: torch.nn.Module, name: str, tensor: torch.Tensor, is_parameter: bool) -> None:
+    """Put `tensor` where `name` of `model` is."""
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     if is_parameter:

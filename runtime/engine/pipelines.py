@@ -22,10 +22,10 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from ..spec import Cancelled, ModelSpec, ParallelSpec, Progress, Sample, SlotInfo
 from .attention import split_sequence
 from .backend import Backend
-from .loading import SliceRead, bytes_to_read, empty_model, read_weights, weight_files
+from .checkpoints.folder import open_folder
+from .denoiser import load_transformer, plan_transformer
+from .loading import SliceRead
 from .mesh import build_mesh
-from .plans import tensor_plan
-from .tensor import close_blocks
 
 Report = Callable[..., None]
 IsCancelled = Callable[[], bool]
@@ -69,32 +69,23 @@ class PipelineSlot:
         self.seconds = time.monotonic() - start
 
     def _load(self, report: Report, cancelled: IsCancelled) -> None:
-        files = weight_files(self.folder / "transformer")
-        model: Any = empty_model(diffusers.FluxTransformer2DModel, self.folder / "transformer")
         mesh = build_mesh(self.parallel, self.backend.device.type)
-        degree = self.parallel.tensor
-        plan = tensor_plan(model, degree) if degree > 1 else {}
-        total = bytes_to_read(files, plan, degree)
+        planned = plan_transformer(open_folder(self.folder / "transformer"), self.parallel, mesh)
+        total = planned.bytes_to_read
         if self.is_first:
             total += sum(_folder_bytes(self.folder / name) for name in (*_ENCODERS, "vae"))
         counter = _ByteCounter(report, total)
-        read_weights(
-            model,
-            files,
-            plan,
-            rank=mesh["tensor"].get_local_rank(),
-            degree=degree,
-            dtype=self.dtype,
-            device=self.backend.device,
+        model = load_transformer(
+            planned,
+            self.backend,
+            self.dtype,
             on_bytes=counter.add,
             cancelled=cancelled,
             on_slice=self.slices.append,
         )
-        if degree > 1:
-            close_blocks(model, plan, mesh["tensor"].get_group())
         if self.parallel.ulysses > 1:
             split_sequence(model, self.parallel.ulysses, mesh, self.backend)
-        self.transformer = model
+        self.transformer: Any = model
         self._assemble(counter, cancelled)
 
     def _assemble(self, counter: _ByteCounter, cancelled: IsCancelled) -> None:

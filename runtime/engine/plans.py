@@ -1,25 +1,341 @@
-"""Which parameter of a transformer is split how under the tensor axis.
+"""Which parameter of a transformer is split how under the tensor axis, for the model at hand.
 
-So far only upstream's own plans (diffusers `_tp_plan`) serve; a class without one is refused by the planner before
-anything is loaded.
+    upstream's plan (diffusers `_tp_plan`) or a user's own       which Linears, in which style
+      else the model's structure (`structure.py`)
+    + the structure                                              in which units: whole heads, hidden features
+    + what is left in the blocks and large (modulation)          split by columns, its output gathered
+
+A plan is for one config: which modules exist, and how wide they are, is read from the model itself, which needs no
+weights for it.
 """
 
 from __future__ import annotations
 
-import torch
-from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from .tensor import Shard
+from diffusers.hooks import tensor_parallel as upstream
+from torch import nn
+
+from ..plan_text import PlanEntry, read_plan_text
+from ..spec import Refusal
+from .structure import (
+    COLWISE,
+    GATHERED,
+    ROWWISE,
+    SPLIT_INPUT,
+    Attention,
+    Split,
+    Structure,
+    hidden,
+    read_structure,
+)
+from .tensor import (
+    AcrossHeadsNorm,
+    Block,
+    Ranks,
+    Shard,
+    gather_output,
+    slice_heads,
+    slice_input,
+    sum_output,
+)
+
+# What is worth a collective: layers of one kind that hold this part of the model's parameters. Outside the blocks it
+# takes more: such a layer saves little, and may see every token (Wan 2.2's time_proj: a gigabyte for one gather).
+LARGE_IN_BLOCKS, LARGE = 0.004, 0.03
 
 
-def tensor_plan(model: torch.nn.Module, degree: int) -> dict[str, Shard]:
-    """Parameter name -> how it is split over `degree` ranks. Works on a model without weights.
+@dataclass(frozen=True)
+class TensorPlan:
+    """What of a model is split, by module path; everything not named here is whole on every rank."""
 
-    Raises ValueError when a split block is not divisible by `degree`.
+    splits: Mapping[str, Split]
+    norms: Mapping[str, Block]
+    attentions: Mapping[str, Attention]
+    rotary: Mapping[str, tuple[int, int | None]]
+    counts: Mapping[str, Mapping[str, Block]]
+    depthwise: Mapping[str, tuple[Block, ...]]
+    experts: Mapping[str, Block]
+
+    def shards(self, model: nn.Module) -> dict[str, Shard]:
+        """Parameter name -> how it is split. A row-split module's bias is whole: the first rank adds it."""
+        found: dict[str, Shard] = {}
+        for path, split in self.splits.items():
+            found[f"{path}.weight"] = Shard(split.dim, split.blocks)
+            if split.dim == 0 and getattr(model.get_submodule(path), "bias", None) is not None:
+                found[f"{path}.bias"] = Shard(0, split.blocks)
+        for path, blocks in (*((p, (b,)) for p, b in self.norms.items()), *self.depthwise.items()):
+            for name, _ in model.get_submodule(path).named_parameters():
+                found[f"{path}.{name}"] = Shard(0, blocks)
+        for path, block in self.experts.items():
+            found[f"{path}.gate_up_proj"] = Shard(2, (block, block))
+            found[f"{path}.down_proj"] = Shard(1, (block,))
+        return found
+
+    def blocks(self) -> Iterable[tuple[str, Block]]:
+        """Every block of every split, with the module it belongs to."""
+        for path, split in self.splits.items():
+            for block in split.blocks:
+                yield path, block
+        yield from self.experts.items()
+
+
+def tensor_plan(model: nn.Module, shares: Sequence[int], text: str = "") -> TensorPlan:
+    """The plan for `model` over ranks of these shares. `text` is a user's own plan, "" for the one that fits.
+
+    Raises Refusal for a plan that the model or the number of ranks cannot follow. Works without weights.
     """
-    specs = resolve_tp_shard_specs(model, model._tp_plan, degree)
-    return {
-        name: Shard(dim=spec.dim, blocks=tuple(spec.block_sizes))
-        for name, spec in specs.items()
-        if spec.dim is not None and spec.block_sizes is not None
-    }
+    structure = read_structure(model)
+    own = getattr(model, "_tp_plan", None)
+    if text:
+        splits = _follow(model, read_plan_text(text), structure)
+        _check_partners(splits, structure)
+    else:
+        splits = _follow(model, _upstream_entries(model, own), structure) if own else {}
+        splits = {**structure.splits, **splits}
+        splits |= _large_rest(model, splits, len(shares))
+    plan = _with_repairs(splits, structure)
+    _check_degree(plan, len(shares))
+    return plan
+
+
+def apply_plan(model: nn.Module, plan: TensorPlan, ranks: Ranks) -> None:
+    """Make `model`, whose planned parameters are this rank's parts, compute with the other ranks."""
+    for path, split in plan.splits.items():
+        module, shard = model.get_submodule(path), Shard(split.dim, split.blocks)
+        if split.style == SPLIT_INPUT:
+            slice_input(module, shard, ranks)
+        if split.style in (ROWWISE, SPLIT_INPUT):
+            sum_output(module, ranks)
+        if split.style == GATHERED:
+            gather_output(module, shard, ranks)
+        _tell_sizes(module)
+    for path, blocks in plan.depthwise.items():
+        module = model.get_submodule(path)
+        _tell_sizes(module)
+        module.groups = Shard(0, blocks).length(ranks.rank, ranks.shares)  # type: ignore[assignment]
+    for path in plan.experts:
+        sum_output(model.get_submodule(path), ranks)
+    for path, block in plan.norms.items():
+        owner, _, name = path.rpartition(".")
+        norm = model.get_submodule(path)
+        setattr(model.get_submodule(owner), name, AcrossHeadsNorm(norm, block.size, ranks))
+    for path, attention in plan.attentions.items():
+        _cut_counts(model.get_submodule(path), attention.counts, ranks)
+    for path, counts in plan.counts.items():
+        _cut_counts(model.get_submodule(path), counts, ranks)
+    for path, (heads, dim) in plan.rotary.items():
+        slice_heads(model.get_submodule(path), heads, dim, ranks)
+
+
+def _cut_counts(module: nn.Module, counts: Mapping[str, Block], ranks: Ranks) -> None:
+    for name, block in counts.items():
+        start, stop = block.ranges(ranks.shares)[ranks.rank]
+        setattr(module, name, stop - start)
+
+
+def _tell_sizes(module: nn.Module) -> None:
+    """Sizes that a module tells of itself, after its weight was cut."""
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, nn.Conv2d):
+        module.out_channels = module.weight.shape[0]
+        module.in_channels = module.weight.shape[1] * (1 if module.groups == 1 else module.weight.shape[0])
+
+
+# ---- from entries to splits
+
+
+def _upstream_entries(model: nn.Module, plan: Mapping[str, object]) -> list[PlanEntry]:
+    """diffusers' `_tp_plan` in our terms; packed blocks that a Linear carries itself are looked up there."""
+    entries = []
+    for key, style in plan.items():
+        if isinstance(style, str):
+            entries.append(PlanEntry(key, style))
+            continue
+        is_column = isinstance(style, upstream.PackedColwiseParallel)
+        name = "_tp_packed_col_blocks" if is_column else "_tp_packed_row_blocks"
+        for path in _matches(model, key):
+            blocks = getattr(style, "blocks", None) or getattr(model.get_submodule(path), name)
+            entries.append(PlanEntry(path, COLWISE if is_column else ROWWISE, tuple(blocks)))
+    return entries
+
+
+def _matches(model: nn.Module, key: str) -> list[str]:
+    """The module paths a plan's key stands for. Raises Refusal when it matches nothing, or a `*` is misplaced."""
+    before, star, after = key.partition("*")
+    if not star:
+        return [key] if _has(model, key) else _no_match(model, key)
+    owner = before.removesuffix(".")
+    if not _has(model, owner):
+        return _no_match(model, key)
+    elements = model.get_submodule(owner)
+    if not isinstance(elements, nn.ModuleList):
+        raise Refusal(
+            f"The plan's key '{key}' has its * in the wrong place.",
+            f"'{owner}' is a {type(elements).__name__}, and a * stands for the elements of a ModuleList.",
+            f"Works here: {_nearest(model, key)}.",
+        )
+    paths = [f"{owner}.{number}{after}" for number in range(len(elements))]
+    return [path for path in paths if _has(model, path)] or _no_match(model, key)
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    try:
+        return model.get_submodule(path) is not None
+    except AttributeError:
+        return False
+
+
+def _no_match(model: nn.Module, key: str) -> list[str]:
+    raise Refusal(
+        f"The plan's key '{key}' matches nothing in {type(model).__name__}.",
+        "Every key must name modules of the model, or a part of it would stay whole without a word.",
+        f"Works here: {_nearest(model, key)}.",
+    )
+
+
+def _nearest(model: nn.Module, key: str) -> str:
+    """Keys of this model that look like `key`."""
+    import difflib
+
+    keys = sorted({_pattern(path) for path, module in model.named_modules() if isinstance(module, nn.Linear)})
+    return ", ".join(difflib.get_close_matches(key, keys, n=3, cutoff=0.3) or keys[:3])
+
+
+def _pattern(path: str) -> str:
+    """A module path with its first number as *, as a plan names it."""
+    return re.sub(r"\.\d+(\.|$)", r".*\1", path, count=1)
+
+
+def _follow(model: nn.Module, entries: Iterable[PlanEntry], structure: Structure) -> dict[str, Split]:
+    splits: dict[str, Split] = {}
+    for entry in entries:
+        for path in _matches(model, entry.key):
+            if path in splits:
+                raise Refusal(
+                    f"The plan names '{path}' twice.",
+                    f"The key '{entry.key}' and another both match it.",
+                    "Works here: one key for each module.",
+                )
+            splits[path] = _split(model.get_submodule(path), path, entry, structure)
+    return splits
+
+
+def _split(module: nn.Module, path: str, entry: PlanEntry, structure: Structure) -> Split:
+    if not isinstance(module, nn.Linear):
+        raise Refusal(
+            f"The plan splits '{path}', a {type(module).__name__}.",
+            "Only Linear layers are split by a plan; norms and embeddings stay whole.",
+            "Works here: leave that key out.",
+        )
+    bare = Split(entry.style, ())
+    size = module.weight.shape[bare.dim]
+    blocks = entry.blocks or (size,)
+    total = sum(blocks)
+    if size % total:
+        raise Refusal(
+            f"The plan cuts '{path}' into blocks {list(blocks)}, which do not divide its {size} "
+            f"{'inputs' if bare.dim else 'outputs'}.",
+            f"Blocks are sizes that sum to {size}, or proportions whose sum ({total}) divides it.",
+            f"Works here: blocks that sum to {size}.",
+        )
+    sizes = [block * size // total for block in blocks]
+    known = structure.splits.get(path)
+    if known and known.dim == bare.dim and [block.size for block in known.blocks] == sizes:
+        return Split(entry.style, known.blocks)
+    return Split(entry.style, tuple(hidden(size) for size in sizes))
+
+
+def _check_partners(splits: Mapping[str, Split], structure: Structure) -> None:
+    """Refuse a user's plan that splits one end of a block and not the other: it would run, and be wrong."""
+    alone = (SPLIT_INPUT, GATHERED)
+    known = {path for group in structure.partners for path in group}
+    for group in structure.partners:
+        inside = [path for path in group if path in splits and splits[path].style not in alone]
+        if not inside:
+            continue
+        for path in group:
+            expected, found = structure.splits[path], splits.get(path)
+            sizes = [block.size for block in expected.blocks]
+            if found and found.style == expected.style and [b.size for b in found.blocks] == sizes:
+                continue
+            style = expected.style if len(sizes) == 1 else f"packed_{expected.style} {sizes}"
+            raise Refusal(
+                f"The plan's '{path}' must be {style}.",
+                f"It works together with '{inside[0]}', which the plan splits; alone it gives wrong pictures.",
+                f'Works here: "{_pattern(path)}": '
+                + (f'"{style}".' if len(sizes) == 1 else f'{{"packed_{expected.style}": {sizes}}}.'),
+            )
+    for path, split in splits.items():
+        if path not in known and split.style not in alone:
+            raise Refusal(
+                f"The plan's '{path}' cannot be {split.style}.",
+                "No layer is known that works with the other side of it, so its result could not be verified.",
+                f'Works here: "colwise_gathered" or "rowwise_split_input" for "{_pattern(path)}".',
+            )
+
+
+def _large_rest(model: nn.Module, splits: Mapping[str, Split], degree: int) -> dict[str, Split]:
+    """Layers that are left and large, those of one kind taken together: modulation, mostly.
+
+    Their output is gathered, so whatever the model does with it stays right.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for path, module in model.named_modules():
+        # Subclasses may be read without being called (torch's MultiheadAttention does): no hook would run.
+        is_dense = type(module) is nn.Linear or (type(module) is nn.Conv2d and module.groups == 1)
+        if is_dense and path not in splits:
+            kinds[re.sub(r"\.\d+(?=\.|$)", ".*", path)].append(path)
+    found = {}
+    for kind, paths in kinds.items():
+        weights = [model.get_submodule(path).weight for path in paths]
+        limit = LARGE_IN_BLOCKS if ".*" in kind else LARGE
+        if sum(weight.numel() for weight in weights) < limit * total:  # type: ignore[misc, operator]
+            continue
+        for path, weight in zip(paths, weights, strict=True):
+            block = hidden(weight.shape[0])  # type: ignore[index]
+            if block.units >= degree:
+                found[path] = Split(GATHERED, (block,))
+    return found
+
+
+def _with_repairs(splits: Mapping[str, Split], structure: Structure) -> TensorPlan:
+    """Add what must change beside the weights: norms, head counts and tables of the modules that are split."""
+
+    def is_split(path: str) -> bool:
+        return any(
+            s.startswith(f"{path}.") and split.style == COLWISE and s in structure.splits
+            for s, split in splits.items()
+        )
+
+    attentions = {path: one for path, one in structure.attentions.items() if is_split(path)}
+    owners = {path.rpartition(".")[0] for path in splits}
+    return TensorPlan(
+        splits=splits,
+        norms={path: b for path, b in structure.norms.items() if path.rpartition(".")[0] in attentions},
+        attentions=attentions,
+        rotary=structure.rotary if attentions else {},
+        counts={
+            path: counts for path, counts in structure.counts.items() if path in owners | set(attentions)
+        },
+        depthwise={p: b for p, b in structure.depthwise.items() if p.rpartition(".")[0] in owners},
+        experts=structure.experts,
+    )
+
+
+def _check_degree(plan: TensorPlan, degree: int) -> None:
+    """Refuse more ranks than something to be split has units, before any weight is read."""
+    fewest = min(plan.blocks(), key=lambda one: one[1].units, default=None)
+    if fewest is None or fewest[1].units >= degree:
+        return
+    path, block = fewest
+    raise Refusal(
+        f"tensor {degree} cannot divide '{path}'.",
+        f"It has {block.units} units that stay whole (attention heads, or features), and every rank needs one.",
+        f"Works instead: tensor {block.units}.",
+    )

@@ -3,70 +3,191 @@
 A column-split Linear (dim 0) needs nothing: its output stays split by heads or hidden units. The row-split Linear
 (dim 1) that follows consumes it, and one all-reduce after it closes the block; its bias lives on the first rank only,
 so that the sum adds it once. Plain tensors and not DTensors: DTensor's dispatch costs about 90 microseconds a Linear
-on the host (torch 2.14, measured), some 38 ms for one FLUX.1 forward.
+on the host (torch 2.14, measured), some 38 ms for one FLUX.1 forward; and it cannot split unevenly.
+
+A compiled model needs functional collectives, which eager calls would pay three times the block for: each hook asks
+which of the two it is in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from ..spec import divide
+
+
+class Block(NamedTuple):
+    """A stretch of a dim that is split on its own, in whole units (heads, or a few hidden features each)."""
+
+    size: int
+    units: int
+
+    def ranges(self, shares: Sequence[int]) -> list[tuple[int, int]]:
+        """First and last + 1 element of each rank. Raises ValueError when there are fewer units than ranks."""
+        width, start, found = self.size // self.units, 0, []
+        for count in divide(self.units, shares):
+            found.append((start, start + count * width))
+            start += count * width
+        return found
 
 
 class Shard(NamedTuple):
-    """A parameter split along `dim`; each of `blocks` (sizes along it, in order) is split on its own.
-
-    A fused projection has one block per part, so that every rank gets its share of each.
-    """
+    """A parameter split along `dim`; a fused projection has one block per part, so every rank gets some of each."""
 
     dim: int
-    blocks: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    def ranges(self, rank: int, shares: Sequence[int]) -> list[tuple[int, int]]:
+        """The stretches of the whole parameter that `rank` holds, in order."""
+        found, offset = [], 0
+        for block in self.blocks:
+            start, stop = block.ranges(shares)[rank]
+            found.append((offset + start, offset + stop))
+            offset += block.size
+        return found
+
+    def length(self, rank: int, shares: Sequence[int]) -> int:
+        """How many of the elements along `dim` `rank` holds."""
+        return sum(stop - start for start, stop in self.ranges(rank, shares))
 
 
-class Sliceable(Protocol):
-    """A safetensors slice: knows its shape, and reads only what is indexed."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor: ...
-
-
-def read_shard(source: Sliceable, shard: Shard, rank: int, degree: int) -> torch.Tensor:
-    """This rank's part of `source`: the `rank`-th of `degree` equal pieces of every block."""
-    pieces, start = [], 0
-    for block in shard.blocks:
-        size = block // degree
-        index = [slice(None)] * len(source.get_shape())
-        index[shard.dim] = slice(start + rank * size, start + (rank + 1) * size)
-        pieces.append(source[tuple(index)])
-        start += block
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=shard.dim)
+def shard_indices(
+    shape: Sequence[int], shard: Shard, rank: int, shares: Sequence[int]
+) -> list[tuple[slice, ...]]:
+    """Where in a parameter of `shape` the pieces of `rank` lie; side by side along the split dim they are its part."""
+    indices = []
+    for start, stop in shard.ranges(rank, shares):
+        index = [slice(0, size) for size in shape]
+        index[shard.dim] = slice(start, stop)
+        indices.append(tuple(index))
+    return indices
 
 
-def row_split_modules(model: torch.nn.Module, plan: Mapping[str, Shard]) -> dict[str, torch.nn.Linear]:
-    """The planned Linears whose weight is split along its inputs."""
-    names = [
-        name.removesuffix(".weight")
-        for name, shard in plan.items()
-        if name.endswith(".weight") and shard.dim == 1
-    ]
-    return {name: model.get_submodule(name) for name in names}
+_SUM = dist.AllreduceOptions()
+_SUM.reduceOp = dist.ReduceOp.SUM
+_SUM.asyncOp = False  # NCCL then works on the current stream, as dist.all_reduce has it
+# torch 2.14 renamed the call.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def close_blocks(model: torch.nn.Module, plan: Mapping[str, Shard], group: dist.ProcessGroup) -> None:
-    """Let every row-split Linear sum its partial outputs over `group`, and leave its bias to the first rank."""
-    first = dist.get_rank(group) == 0
+class Ranks(NamedTuple):
+    """The ranks of the tensor axis as one of them sees them."""
 
-    def sum_over_ranks(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(output, group=group)
-        return output
+    group: dist.ProcessGroup
+    rank: int
+    shares: tuple[int, ...]
 
-    for linear in row_split_modules(model, plan).values():
-        if not first:
-            linear.bias = None
-        linear.register_forward_hook(sum_over_ranks)
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and f"{name}.weight" in plan:
-            module.out_features, module.in_features = module.weight.shape
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks; eager calls do it in place."""
+        if torch.compiler.is_compiling():
+            return functional.all_reduce(tensor, "sum", self.group)
+        tensor = tensor.contiguous()
+        # The group's own method: dist.all_reduce's checks and logging take longer than the call itself.
+        self.group.allreduce([tensor], _SUM).wait()
+        return tensor
+
+    def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Every rank's part side by side along the last dim; `lengths` are their sizes, on every rank the same."""
+        longest = max(lengths)
+        if tensor.shape[-1] < longest:  # gloo and NCCL gather equal parts only
+            tensor = torch.nn.functional.pad(tensor, (0, longest - tensor.shape[-1]))
+        parts = self._gather_equal(tensor.contiguous())
+        if min(lengths) == longest:
+            return parts.movedim(0, -2).flatten(-2)
+        return torch.cat([part[..., :length] for part, length in zip(parts, lengths, strict=True)], dim=-1)
+
+    def _gather_equal(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[...] on each rank -> [ranks, ...]."""
+        if torch.compiler.is_compiling():
+            gathered = functional.wait_tensor(functional.all_gather_tensor(tensor, 0, self.group))
+        else:
+            # One behind the other along dim 0: what gloo takes as well as NCCL.
+            gathered = tensor.new_empty((len(self.shares) * tensor.shape[0], *tensor.shape[1:]))
+            _all_gather(gathered, tensor, group=self.group)
+        return gathered.view(len(self.shares), *tensor.shape)
+
+
+# ---- hooks
+
+
+def sum_output(module: torch.nn.Module, ranks: Ranks) -> None:
+    """Close a block: `module`'s output becomes the sum over ranks, and its bias is left to the first."""
+    if ranks.rank and getattr(module, "bias", None) is not None:
+        module.bias = None
+
+    def hook(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        return ranks.sum(output)
+
+    module.register_forward_hook(hook)
+
+
+def gather_output(module: torch.nn.Module, shard: Shard, ranks: Ranks) -> None:
+    """`module` computes some of its outputs on each rank; afterwards every rank has all of them."""
+    lengths = [shard.length(rank, ranks.shares) for rank in range(len(ranks.shares))]
+    dim = 1 if isinstance(module, torch.nn.Conv2d) else -1  # where its outputs lie
+
+    def hook(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        return ranks.gather(output.movedim(dim, -1), lengths).movedim(-1, dim)
+
+    module.register_forward_hook(hook)
+
+
+def slice_input(module: torch.nn.Module, shard: Shard, ranks: Ranks) -> None:
+    """`module` is split along its inputs, and its whole input is on every rank: take this rank's part of it."""
+    ranges = shard.ranges(ranks.rank, ranks.shares)
+
+    def hook(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        pieces = [inputs[0][..., start:stop] for start, stop in ranges]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1), *inputs[1:])
+
+    module.register_forward_pre_hook(hook)
+
+
+def slice_heads(module: torch.nn.Module, heads: int, dim: int | None, ranks: Ranks) -> None:
+    """A rotary table over all `heads`: keep this rank's.
+
+    `dim` is where the heads lie; None: [B, heads, S, d] has them in dim 1, [B, S, heads * d] in the last.
+    """
+    first, last = Block(heads, heads).ranges(ranks.shares)[ranks.rank]
+
+    def local(table: Any) -> Any:
+        if not isinstance(table, torch.Tensor):
+            return table
+        where = dim if dim is not None else (1 if table.ndim == 4 else table.ndim - 1)
+        each = table.shape[where] // heads
+        return table.narrow(where, first * each, (last - first) * each)
+
+    def hook(_module: torch.nn.Module, _inputs: object, output: Any) -> Any:
+        return type(output)(map(local, output)) if isinstance(output, tuple | list) else local(output)
+
+    module.register_forward_hook(hook)
+
+
+class AcrossHeadsNorm(torch.nn.Module):
+    """RMSNorm or LayerNorm over all heads when each rank has some of them.
+
+    Input [..., this rank's features]. RMSNorm: x / sqrt(mean(x^2) + eps) * weight with the mean over every rank's
+    features, in fp32; LayerNorm subtracts the mean of all features first. One number per token crosses.
+    """
+
+    def __init__(self, norm: torch.nn.Module, features: int, ranks: Ranks):
+        super().__init__()
+        self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
+        self.features, self.ranks = features, ranks
+        self.centred = isinstance(norm, torch.nn.LayerNorm)
+        self.eps: float | None = norm.eps  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        if self.centred:
+            wide = wide - self.ranks.sum(wide.sum(-1, keepdim=True)) / self.features
+        variance = self.ranks.sum(wide.square().sum(-1, keepdim=True)) / self.features
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        # Rounded before the weight comes, as diffusers' own RMSNorm does it.
+        result = (wide * torch.rsqrt(variance + eps)).to(x.dtype) * self.weight
+        return (result if self.bias is None else result + self.bias).to(x.dtype)

@@ -114,7 +114,12 @@ def _video(prompt: Prompt) -> None:
 
 
 WISHES: dict[str, tuple[Callable[[Prompt], None], str, str]] = {
-    "degree and heads": (_with("config", tensor=3), "load", "tensor 3 does not divide the 4 attention heads"),
+    "fewer heads": (_with("config", tensor=5), "load", "tensor 5 is more than the 4 attention heads"),
+    "odd ulysses": (
+        _with("config", tensor=1, ulysses=3),
+        "load",
+        "ulysses 3 does not divide the 4 attention heads",
+    ),
     "more ranks than devices": (_with("config", tensor=16), "load", "needs 16 devices; here are 8"),
     "ring": (_with("config", ring=2), "config", "ring 2 cannot be used"),
     "stage": (_with("config", stage=2), "config", "stage 2 cannot be used"),

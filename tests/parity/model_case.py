@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -50,10 +52,17 @@ class ModelCase:
 
     `config` draws the constructor's arguments, `inputs` one forward's keyword arguments for a model of that config
     (batch of two, odd lengths, a mask where the family takes one). `full` are the constructor's arguments of the
-    published model where they are not the class's defaults.
+    published model where they are not the class's defaults. `rounds` says that the forward rounds to bfloat16 on the
+    way whatever its dtype: a difference in the last bit then becomes a bfloat16 step, so the rounding is taken out on
+    both sides.
     """
 
     name: str
     config: Callable[[Draw], dict[str, Any]]
     inputs: Callable[[Draw, Any], dict[str, Any]]  # second argument: the model's `config`
     full: Mapping[str, Any] = field(default_factory=dict)
+    rounds: bool = False
+
+    def run(self, model: Any, inputs: dict[str, Any]) -> Any:
+        with mock.patch.object(torch, "bfloat16", torch.float32) if self.rounds else nullcontext():
+            return model(**inputs)

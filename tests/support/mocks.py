@@ -1,18 +1,50 @@
-"""Mocks of what a machine without GPUs lacks: cards as plain data, and NVIDIA's management library as a module."""
+"""Mocks of what a machine without GPUs lacks: cards as plain data, and NVIDIA's management library as a module.
+
+And of what a model of any size would say of itself.
+"""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
 
-from runtime.spec import Device
+import msgspec
+
+from runtime.spec import Device, ModelFacts
 
 GIB = 1 << 30
 
 
-def mock_cards(*free_gib: float) -> tuple[Device, ...]:
-    """Mock cards in PCI order with so much memory, all of it free."""
-    return tuple(
+def mock_facts(
+    gib: float = 10,
+    heads: int = 24,
+    transformer_class: str = "FluxTransformer2DModel",
+    stored: str = "bfloat16",
+    split: float = 1.0,
+    head_groups: int = 0,
+    tokens: int = 4096 + 512,
+) -> ModelFacts:
+    """A model whose transformer has so many GiB, of which the tensor axis divides the part `split`."""
+    return ModelFacts(
+        path="/models/diffusers/a",
+        pipeline_class="FluxPipeline",
+        transformer_class=transformer_class,
+        heads=heads,
+        head_groups=head_groups,
+        tokens=tokens,
+        transformer_bytes=int(gib * GIB),
+        split_bytes=int(gib * GIB * split),
+        encoder_bytes=GIB,
+        vae_bytes=GIB,
+        stored_dtype=stored,
+        version="v1",
+    )
+
+
+def mock_cards(*free_gib: float, linked: bool | None = None) -> tuple[Device, ...]:
+    """Mock cards in PCI order with so much memory, all of it free; do they reach each other (None: unknown)?"""
+    everyone = tuple(range(len(free_gib)))
+    cards = tuple(
         Device(
             kind="cuda",
             index=index,
@@ -23,6 +55,10 @@ def mock_cards(*free_gib: float) -> tuple[Device, ...]:
         )
         for index, gib in enumerate(free_gib)
     )
+    if linked is None:
+        return cards
+    peers = [tuple(n for n in everyone if linked and n != card.index) for card in cards]
+    return tuple(msgspec.structs.replace(card, peers=p) for card, p in zip(cards, peers, strict=True))
 
 
 class MockNVMLError(Exception):
@@ -30,17 +66,23 @@ class MockNVMLError(Exception):
 
 
 class MockNVML(types.ModuleType):
-    """Stands for the module pynvml: some cards, and calls that fail for chosen cards (or at all, as card None)."""
+    """Stands for the module pynvml: some cards, and calls that fail for chosen cards (or at all, as card None).
+
+    `unlinked` are the pairs (reader, other) whose memory the first cannot read.
+    """
 
     NVMLError = MockNVMLError
+    NVML_P2P_CAPS_INDEX_READ = (0,)  # a tuple in the real library too, which its own call then refuses
+    NVML_P2P_STATUS_OK = 0
 
     def __init__(
         self,
         cards: Sequence[tuple[str | bytes, str | bytes]] = (),
         failing: Mapping[str, Sequence[int | None]] | None = None,
+        unlinked: Sequence[tuple[int, int]] = (),
     ):
         super().__init__("pynvml")
-        self._cards, self._failing = cards, failing or {}
+        self._cards, self._failing, self._unlinked = cards, failing or {}, unlinked
         self.open = 0  # nvmlInit less nvmlShutdown
 
     def _enter(self, call: str, card: int | None = None) -> None:
@@ -74,3 +116,9 @@ class MockNVML(types.ModuleType):
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> types.SimpleNamespace:
         self._enter("nvmlDeviceGetMemoryInfo", handle)
         return types.SimpleNamespace(total=(handle + 1) * GIB, free=handle * GIB, used=GIB)
+
+    def nvmlDeviceGetP2PStatus(self, reader: int, other: int, capability: int) -> int:
+        self._enter("nvmlDeviceGetP2PStatus", reader)
+        if capability != 0:
+            raise TypeError(f"mock: {capability} is not the number of the capability to read")
+        return 5 if (reader, other) in self._unlinked else self.NVML_P2P_STATUS_OK

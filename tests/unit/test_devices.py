@@ -126,8 +126,18 @@ def with_driver(monkeypatch: pytest.MonkeyPatch, driver: MockNVML) -> tuple[Devi
 def test_cards_carry_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = MockNVML([("GPU-a", "RTX 3090"), ("GPU-b", "RTX 4090")])
     assert with_driver(monkeypatch, driver) == (
-        Device(kind="cuda", index=0, uuid="GPU-a", name="RTX 3090", total_bytes=GIB, free_bytes=0),
-        Device(kind="cuda", index=1, uuid="GPU-b", name="RTX 4090", total_bytes=2 * GIB, free_bytes=GIB),
+        Device(
+            kind="cuda", index=0, uuid="GPU-a", name="RTX 3090", total_bytes=GIB, free_bytes=0, peers=(1,)
+        ),
+        Device(
+            kind="cuda",
+            index=1,
+            uuid="GPU-b",
+            name="RTX 4090",
+            total_bytes=2 * GIB,
+            free_bytes=GIB,
+            peers=(0,),
+        ),
     )
 
 
@@ -155,6 +165,60 @@ def test_a_card_the_driver_has_lost_is_left_out_and_the_others_keep_their_number
 def test_a_card_that_does_not_tell_its_memory_is_still_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = MockNVML([("GPU-a", "A"), ("GPU-b", "B")], failing={"nvmlDeviceGetMemoryInfo": [0]})
     assert [card.total_bytes for card in with_driver(monkeypatch, driver)] == [0, 2 * GIB]
+
+
+# ---- which cards reach each other
+
+FOUR = [("GPU-a", "A"), ("GPU-b", "B"), ("GPU-c", "C"), ("GPU-d", "D")]
+
+
+def peers(monkeypatch: pytest.MonkeyPatch, driver: MockNVML) -> list[tuple[int, ...] | None]:
+    return [card.peers for card in with_driver(monkeypatch, driver)]
+
+
+def test_cards_that_read_each_other_are_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peers(monkeypatch, MockNVML(FOUR)) == [(1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)]
+
+
+def test_cards_in_two_linked_pairs_have_one_peer_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    across = [(a, b) for a in range(4) for b in range(4) if a // 2 != b // 2]
+    assert peers(monkeypatch, MockNVML(FOUR, unlinked=across)) == [(1,), (0,), (3,), (2,)]
+
+
+def test_a_link_counts_only_if_both_ends_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peers(monkeypatch, MockNVML(FOUR[:3], unlinked=[(0, 2)])) == [(1,), (0, 2), (1,)]
+
+
+def test_cards_without_any_link_have_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peers(monkeypatch, MockNVML(FOUR[:2], unlinked=[(0, 1), (1, 0)])) == [(), ()]
+
+
+def test_a_single_card_has_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peers(monkeypatch, MockNVML(FOUR[:1])) == [()]
+
+
+def test_a_driver_that_does_not_tell_leaves_links_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MockNVML(FOUR[:2], failing={"nvmlDeviceGetP2PStatus": [0, 1]})
+    assert peers(monkeypatch, driver) == [None, None]
+
+
+def test_one_card_that_does_not_tell_leaves_the_links_to_it_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MockNVML(FOUR[:3], failing={"nvmlDeviceGetP2PStatus": [2]})
+    assert peers(monkeypatch, driver) == [None, None, None]
+
+
+def test_an_old_library_lacks_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MockNVML(FOUR[:2])
+    monkeypatch.delattr(MockNVML, "nvmlDeviceGetP2PStatus")
+    assert peers(monkeypatch, driver) == [None, None]
+
+
+def test_a_lost_card_is_nobodys_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MockNVML(FOUR[:3], failing={"nvmlDeviceGetUUID": [1]})
+    assert [(card.index, card.peers) for card in with_driver(monkeypatch, driver)] == [(0, (2,)), (2, (0,))]
+
+
+# ---- drivers that fail
 
 
 @pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount"])

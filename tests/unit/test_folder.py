@@ -46,6 +46,8 @@ def test_a_good_folder_is_read(folder: Path) -> None:
         pipeline_class="FluxPipeline",
         transformer_class="FluxTransformer2DModel",
         heads=4,
+        head_groups=0,
+        tokens=4096 + 512,
         transformer_bytes=TINY,
         split_bytes=0,
         encoder_bytes=2 * TINY,
@@ -70,22 +72,46 @@ def test_of_two_dtypes_the_one_with_more_bytes_counts(folder: Path) -> None:
 def test_bytes_the_tensor_axis_divides_are_the_matrices_of_the_blocks(folder: Path) -> None:
     divided = {
         "transformer_blocks.0.attn.to_q.weight": ("BF16", (16, 16)),
+        "transformer_blocks.11.norm1.linear.weight": ("BF16", (96, 16)),
+        "single_transformer_blocks.3.norm.linear.weight": ("BF16", (48, 16)),
         "single_transformer_blocks.3.proj_out.weight": ("BF16", (16, 64)),
+        "layers.7.conv.weight": ("BF16", (8, 8, 1, 1)),
     }
     whole = {
         "x_embedder.weight": ("BF16", (16, 8)),
+        "time_text_embed.timestep_embedder.linear_1.weight": ("BF16", (16, 256)),
+        "norm_out.linear.weight": ("BF16", (32, 16)),
         "transformer_blocks.0.attn.to_q.bias": ("BF16", (16,)),
-        "transformer_blocks.0.norm1.linear.weight": ("BF16", (96, 16)),
-        "single_transformer_blocks.3.norm.linear.weight": ("BF16", (48, 16)),
+        "transformer_blocks.0.norm1.linear.bias": ("BF16", (96,)),
+        "block7.weight": ("BF16", (16, 16)),
+        "block.7b.weight": ("BF16", (16, 16)),
     }
     (folder / TRANSFORMER).write_bytes(safetensors(entries(divided | whole)))
-    assert inspect_pipeline(folder).split_bytes == (16 * 16 + 16 * 64) * 2
+    expected = 2 * (16 * 16 + 96 * 16 + 48 * 16 + 16 * 64 + 8 * 8)
+    assert inspect_pipeline(folder).split_bytes == expected
 
 
 def test_heads_default_to_those_of_diffusers(folder: Path) -> None:
     """test_pipelines.py compares the number with diffusers' own."""
     change_json(folder / "transformer/config.json", remove=("num_attention_heads",))
     assert inspect_pipeline(folder).heads == 24
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "num_kv_heads", "n_kv_heads"])
+@pytest.mark.parametrize(("said", "groups", "units"), [(8, 8, 8), (1, 1, 1), (24, 0, 24), (None, 0, 24)])
+def test_heads_that_share_keys_and_values_are_divided_in_groups(
+    folder: Path, key: str, said: int | None, groups: int, units: int
+) -> None:
+    change_json(folder / "transformer/config.json", num_attention_heads=24, **{key: said})
+    facts = inspect_pipeline(folder)
+    assert (facts.heads, facts.head_groups, facts.units) == (24, groups, units)
+
+
+@pytest.mark.parametrize("said", [0, -1, 5, 48, 2.0, True, "8", [8]], ids=repr)
+def test_groups_that_do_not_divide_the_heads_are_refused(folder: Path, said: Any) -> None:
+    change_json(folder / "transformer/config.json", num_attention_heads=24, num_kv_heads=said)
+    with refused("attention heads", "num_kv_heads"):
+        inspect_pipeline(folder)
 
 
 @pytest.mark.parametrize("component", WEIGHTS)

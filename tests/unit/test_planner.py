@@ -10,51 +10,41 @@ import msgspec
 import pytest
 
 from runtime import planner
+from runtime.accept import TENSOR_CLASSES
 from runtime.devices import default_cpu_ranks
-from runtime.spec import Device, Layout, ModelFacts, ParallelConfig, ParallelSpec
-from tests.support.mocks import GIB, mock_cards
+from runtime.spec import Device, Layout, ModelFacts, ParallelConfig, ParallelSpec, Refusal, divide
+from tests.support.mocks import GIB, mock_cards, mock_facts
 from tests.support.refusals import refused
 from tools import ROOT
 
 ADAPTIVE = ("auto", "prefer tensor", "prefer context")
+PLAN = '{"transformer_blocks.*.attn.to_q": "colwise"}'
+UNKNOWN = tuple(Device(kind="cuda", index=index, uuid=f"GPU-{index}") for index in range(4))
 
 
-def model(
-    gib: float = 10,
-    heads: int = 24,
-    transformer_class: str = "FluxTransformer2DModel",
-    stored: str = "bfloat16",
-    split: float = 1.0,
-) -> ModelFacts:
-    """A model whose transformer has so many GiB, of which the tensor axis divides the part `split`."""
-    return ModelFacts(
-        path="/models/diffusers/a",
-        pipeline_class="FluxPipeline",
-        transformer_class=transformer_class,
-        heads=heads,
-        transformer_bytes=int(gib * GIB),
-        split_bytes=int(gib * GIB * split),
-        encoder_bytes=GIB,
-        vae_bytes=GIB,
-        stored_dtype=stored,
-        version="v1",
-    )
-
-
-def manual(devices: str = "auto", attention: str = "auto", **degrees: int) -> ParallelConfig:
+def manual(devices: str = "auto", attention: str = "auto", plan: str = "", **degrees: int) -> ParallelConfig:
+    spec = ParallelSpec(**degrees)  # type: ignore[arg-type]
     return ParallelConfig(
-        strategy="manual", devices=devices, attention=attention, degrees=ParallelSpec(**degrees)
+        strategy="manual", devices=devices, attention=attention, degrees=spec, tensor_plan=plan
     )
 
 
-def planned(facts: ModelFacts, config: ParallelConfig | str, cards: tuple[Device, ...] = ()) -> Layout:
+def planned(
+    facts: ModelFacts, config: ParallelConfig | str, cards: tuple[Device, ...] = (), dtype: str = "auto"
+) -> Layout:
     """The layout, after checking what holds of every layout."""
     config = ParallelConfig(strategy=config) if isinstance(config, str) else config
-    layout = planner.plan(facts, config, cards)
-    assert len(layout.devices) == layout.spec.world_size
+    layout = planner.plan(facts, config, cards, dtype)
+    spec = layout.spec
+    assert len(layout.devices) == spec.world_size
     assert len({device.key for device in layout.devices}) == len(layout.devices)
-    assert layout.reason
-    assert "\n" not in layout.reason
+    assert layout.reason and "\n" not in layout.reason and not layout.reason.endswith(".")
+    assert "None" not in layout.reason and ",," not in layout.reason
+    assert spec.tensor <= facts.units and facts.units % spec.ulysses == 0
+    assert not spec.tensor_shares or len(spec.tensor_shares) == spec.tensor
+    for rank, card in enumerate(layout.devices):
+        if card.total_bytes:
+            assert planner.rank_bytes(facts, dtype, spec, rank) <= card.total_bytes * 0.85
     return layout
 
 
@@ -62,9 +52,62 @@ def indices(layout: Layout) -> list[int]:
     return [device.index for device in layout.devices]
 
 
-# ---- the adaptive strategies
+def works(text: str) -> list[ParallelSpec]:
+    """The layouts that the last line of a refusal names."""
+    found = re.findall(r"(tensor|ulysses) (\d+)|(one rank)", text.split("Works instead: ")[1])
+    return [ParallelSpec() if one else ParallelSpec(**{axis: int(degree)}) for axis, degree, one in found]
 
 
+# ---- what a rank holds
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "degrees", "gib"),
+    [
+        ("bfloat16", "auto", {}, 12.0),
+        ("bfloat16", "auto", {"tensor": 2}, 3 + 4.5),
+        ("bfloat16", "auto", {"tensor": 4}, 3 + 2.25),
+        ("bfloat16", "auto", {"tensor": 5}, 3 + 9 * 5 / 24),
+        ("bfloat16", "auto", {"ulysses": 4}, 12.0),
+        ("bfloat16", "float32", {"tensor": 2}, 15.0),
+        ("float32", "float16", {"tensor": 2}, 3.75),
+        ("bfloat16", "auto", {"tensor": 2, "tensor_shares": (24, 16)}, 3 + 9 * 14 / 24),
+        ("bfloat16", "auto", {"tensor": 2, "tensor_shares": (1, 3)}, 3 + 9 * 18 / 24),
+    ],
+)
+def test_the_fullest_rank_holds_its_part_of_what_is_divided_and_all_of_the_rest(
+    stored: str, dtype: str, degrees: dict[str, int], gib: float
+) -> None:
+    facts = mock_facts(12, stored=stored, split=0.75)
+    assert planner.rank_bytes(facts, dtype, ParallelSpec(**degrees)) == int(gib * GIB)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 7, 24, 38])
+def test_the_ranks_together_hold_what_is_divided_once(heads: int) -> None:
+    facts = mock_facts(12, heads=heads, split=0.75)
+    for tensor in range(1, heads + 1):
+        for shares in ((), tuple(range(1, tensor + 1)), (1,) * (tensor - 1) + (50,)):
+            spec = ParallelSpec(tensor=tensor, tensor_shares=shares)
+            each = [planner.rank_bytes(facts, "auto", spec, rank) - 3 * GIB for rank in range(tensor)]
+            assert abs(sum(each) - 9 * GIB) <= tensor
+            assert planner.rank_bytes(facts, "auto", spec) == max(each) + 3 * GIB
+
+
+def test_heads_that_share_keys_and_values_stay_together() -> None:
+    facts = mock_facts(12, heads=24, head_groups=8)
+    assert planner.rank_bytes(facts, "auto", ParallelSpec(tensor=3)) == 12 * GIB * 3 // 8
+
+
+def test_the_ranks_of_an_outer_axis_hold_the_same() -> None:
+    spec = ParallelSpec(tensor=2, ulysses=2, tensor_shares=(2, 1))
+    each = [planner.rank_bytes(mock_facts(24), "auto", spec, rank) // GIB for rank in range(4)]
+    assert each == [16, 8, 16, 8]
+
+
+# ---- the adaptive strategies on any machine
+
+
+@pytest.mark.parametrize("links", [None, True, False])
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("strategy", "gib", "axis"),
@@ -79,146 +122,240 @@ def indices(layout: Layout) -> list[int]:
         ("prefer context", 30, "tensor"),  # has no room for all weights
     ],
 )
-def test_adaptive_strategies_use_all_equal_cards(strategy: str, gib: float, axis: str, count: int) -> None:
-    cards = mock_cards(*[24.0] * count)
+def test_adaptive_strategies_use_all_equal_cards(
+    strategy: str, gib: float, axis: str, count: int, links: bool | None
+) -> None:
+    cards = mock_cards(*[24.0] * count, linked=links)
     if count == 1 and gib > 20:
-        with refused("one rank needs", "GPU 0 Mock has 24.0 GB"):
-            planner.plan(model(gib), ParallelConfig(strategy=strategy), cards)
+        with refused("one rank needs", "GPU 0 Mock has 24.0 GB", "2 like GPU 0 Mock with tensor 2"):
+            planner.plan(mock_facts(gib), ParallelConfig(strategy=strategy), cards)
         return
-    layout = planned(model(gib), strategy, cards)
+    layout = planned(mock_facts(gib), strategy, cards)
     assert layout.spec.describe() == ("one rank" if count == 1 else f"{axis} {count}")
+    assert not layout.spec.tensor_shares
     assert indices(layout) == list(range(count))
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 2), ("prefer tensor", 3), ("prefer context", 2)])
-def test_three_cards_divide_weights_but_not_the_512_tokens_of_a_text(strategy: str, ranks: int) -> None:
-    assert planned(model(10), strategy, mock_cards(24, 24, 24)).spec.world_size == ranks
-    assert planned(model(30), strategy, mock_cards(24, 24, 24)).spec.describe() == "tensor 3"
+@pytest.mark.parametrize("strategy", ADAPTIVE)
+@pytest.mark.parametrize("gib", [5, 10, 30])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 7, 9, 24, 28, 30, 38, 48])
+def test_any_heads_on_any_number_of_cards_find_a_layout(heads: int, gib: int, strategy: str) -> None:
+    for count in range(2, 17):
+        facts = mock_facts(gib, heads=heads)
+        if gib == 30 and heads == 1:
+            with refused("one rank needs 30.0 GB", "one card of 36 GB"):
+                planner.plan(facts, ParallelConfig(strategy=strategy), mock_cards(*[24.0] * count))
+            continue
+        spec = planned(facts, strategy, mock_cards(*[24.0] * count)).spec
+        assert not spec.tensor_shares
+        if spec.tensor > 1 or strategy == "prefer tensor":
+            # No other number of cards has less to do for the fullest one, and none as little on fewer cards.
+            fullest = {n: divide(heads, [1] * n)[0] for n in range(1, min(heads, count) + 1)}
+            assert spec.tensor == min(fullest, key=lambda n: (fullest[n], n))
+        elif heads > 1:
+            assert spec.ulysses & (spec.ulysses - 1) == 0
+            assert spec.ulysses > count // 4 or heads % (2 * spec.ulysses)
+
+
+@pytest.mark.parametrize(
+    ("heads", "cards", "tensor"),
+    [
+        (24, 3, 3),
+        (24, 5, 5),
+        (24, 7, 6),  # the fullest of seven has four heads, as each of six has
+        (38, 4, 4),
+        (38, 8, 8),
+        (7, 4, 4),
+        (4, 3, 2),
+        (4, 8, 4),
+        (1, 2, 1),
+        (30, 7, 6),
+    ],
+)
+def test_the_weights_are_divided_over_as_many_cards_as_help(heads: int, cards: int, tensor: int) -> None:
+    layout = planned(mock_facts(heads=heads), "prefer tensor", mock_cards(*[24.0] * cards))
+    assert layout.spec == ParallelSpec(tensor=tensor)
+    assert (f"over {tensor} of the {cards} cards" in layout.reason) == (1 < tensor < cards)
+
+
+@pytest.mark.parametrize(("groups", "cards", "tensor"), [(8, 3, 3), (8, 12, 8), (2, 4, 2), (1, 4, 1)])
+def test_heads_that_share_keys_and_values_limit_the_cards(groups: int, cards: int, tensor: int) -> None:
+    facts = mock_facts(heads=24, head_groups=groups)
+    assert planned(facts, "prefer tensor", mock_cards(*[24.0] * cards)).spec.tensor == tensor
 
 
 @pytest.mark.parametrize("strategy", ADAPTIVE)
-@pytest.mark.parametrize(
-    ("heads", "cards", "tensor", "context"),
-    [
-        (24, 5, 4, 4),
-        (24, 7, 6, 4),
-        (4, 3, 2, 2),
-        (4, 8, 4, 4),
-        (7, 4, 1, 1),
-        (38, 4, 2, 2),
-        (1, 2, 1, 1),
-        (9, 3, 3, 1),
-    ],
-)
-def test_adaptive_strategies_take_the_most_ranks_that_divide_the_heads(
-    strategy: str, heads: int, cards: int, tensor: int, context: int
-) -> None:
-    spec = planned(model(heads=heads), strategy, mock_cards(*[24.0] * cards)).spec
-    takes_tensor = strategy == "prefer tensor" or context == 1
-    assert spec == (ParallelSpec(tensor=tensor) if takes_tensor else ParallelSpec(ulysses=context))
+@pytest.mark.parametrize("heads", [1, 2, 3, 24])
+def test_without_cards_ranks_run_on_the_cpu(strategy: str, heads: int) -> None:
+    layout = planned(mock_facts(1000, heads=heads), strategy)
+    assert {device.kind for device in layout.devices} == {"cpu"}
+    ranks = min(default_cpu_ranks(), heads)
+    assert layout.spec.world_size == ranks
+    context = strategy == "prefer context" and heads % ranks == 0
+    assert (layout.spec.ulysses if context else layout.spec.tensor) == ranks
+
+
+def test_the_cpu_can_be_asked_for_beside_cards() -> None:
+    layout = planned(mock_facts(), ParallelConfig(devices="cpu"), mock_cards(24, 24))
+    assert {device.kind for device in layout.devices} == {"cpu"}
 
 
 @pytest.mark.parametrize("strategy", ADAPTIVE)
 def test_a_model_that_fits_nowhere_is_refused_with_what_is_missing(strategy: str) -> None:
-    with refused("tensor 2 needs 25.0 GB", "GPU 1 Mock has 20.0 GB", "smaller dtype"):
-        planner.plan(model(50), ParallelConfig(strategy=strategy), mock_cards(24, 20))
+    with refused(
+        *("tensor 2 needs 25.0 GB", "GPU 1 Mock has 20.0 GB"),
+        *("2 cards of 30 GB with tensor 2", "or 3 like GPU 0 Mock with tensor 3"),
+    ):
+        planner.plan(mock_facts(50), ParallelConfig(strategy=strategy), mock_cards(24, 20))
 
 
 @pytest.mark.parametrize("strategy", ADAPTIVE)
-def test_without_cards_ranks_run_on_the_cpu(strategy: str) -> None:
-    layout = planned(model(1000), strategy)
-    assert {device.kind for device in layout.devices} == {"cpu"}
-    assert layout.spec.world_size == default_cpu_ranks()
-    split = layout.spec.ulysses if strategy == "prefer context" else layout.spec.tensor
-    assert split == default_cpu_ranks()
-
-
-def test_the_cpu_can_be_asked_for_beside_cards() -> None:
-    layout = planned(model(), ParallelConfig(devices="cpu"), mock_cards(24, 24))
-    assert {device.kind for device in layout.devices} == {"cpu"}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "cards", "gib", "described", "used"),
-    [
-        # The small card takes its share, but not the whole.
-        ("auto", (24, 8), 10, "tensor 2", [0, 1]),
-        ("prefer context", (24, 8), 10, "tensor 2", [0, 1]),
-        # The small card takes nothing: what the others can do counts.
-        ("auto", (24, 8, 24, 24, 24), 10, "ulysses 4", [0, 2, 3, 4]),
-        ("auto", (24, 4, 24), 30, "tensor 2", [0, 2]),
-        ("prefer tensor", (24, 4, 24), 30, "tensor 2", [0, 2]),
-        ("auto", (24, 4), 10, "one rank", [0]),
-        ("prefer tensor", (24, 4), 10, "one rank", [0]),
-        ("prefer context", (24, 4), 10, "one rank", [0]),
-        ("prefer context", (24, 8, 8, 24), 10, "ulysses 2", [0, 3]),
-        ("auto", (24, 8, 8, 24), 10, "tensor 4", [0, 1, 2, 3]),
-        ("auto", (16, 24, 32, 12), 9, "ulysses 4", [0, 1, 2, 3]),
-        ("auto", (6, 6, 6, 6), 10, "tensor 4", [0, 1, 2, 3]),
-    ],
-)
-def test_unequal_cards_do_what_they_can(
-    strategy: str, cards: tuple[float, ...], gib: float, described: str, used: list[int]
-) -> None:
-    layout = planned(model(gib), strategy, mock_cards(*cards))
-    assert layout.spec.describe() == described
-    assert indices(layout) == used
-
-
-def test_the_largest_cards_are_used_in_their_order() -> None:
-    layout = planned(model(heads=4), "prefer tensor", mock_cards(8, 24, 4, 16, 32, 6))
-    assert indices(layout) == [0, 1, 3, 4]
-
-
-def test_what_other_programs_hold_of_a_card_does_not_change_the_layout() -> None:
-    """ComfyUI makes room for a load; a layout that depended on the moment would load the model anew each time."""
-    busy = Device(kind="cuda", index=1, uuid="GPU-busy", total_bytes=24 * GIB, free_bytes=2 * GIB)
-    assert planned(model(10), "auto", (*mock_cards(24), busy)).spec.describe() == "ulysses 2"
-
-
-@pytest.mark.parametrize(
-    "config", ["auto", "prefer context", manual(tensor=2)], ids=["auto", "context", "manual"]
-)
-def test_cards_that_do_not_tell_their_memory_are_not_called_too_small(config: ParallelConfig | str) -> None:
-    unknown = tuple(Device(kind="cuda", index=index, uuid=f"GPU-{index}") for index in range(2))
-    layout = planned(model(10), config, unknown)
-    assert layout.spec.tensor == layout.spec.world_size
-
-
-def test_only_the_cards_asked_for_are_used_in_the_order_asked_for() -> None:
-    config = ParallelConfig(strategy="prefer tensor", devices="3,1")
-    assert indices(planned(model(), config, mock_cards(8, 16, 24, 32))) == [3, 1]
-
-
-def test_adaptive_strategies_ignore_degrees() -> None:
-    config = ParallelConfig(strategy="auto", degrees=ParallelSpec(ring=7, tensor=5, replica=0))
-    assert planned(model(), config, mock_cards(24, 24)).spec.describe() == "ulysses 2"
+@pytest.mark.parametrize("gib", [30, 60, 100, 300])
+def test_the_machine_a_refusal_names_has_room(strategy: str, gib: int) -> None:
+    facts = mock_facts(gib, split=0.9)
+    for cards in ((24,), (24, 24), (16, 12, 8), (24, 4)):
+        try:
+            planned(facts, strategy, mock_cards(*cards))
+        except Refusal as refusal:
+            larger = re.search(r"(\d+|one) cards? of (\d+) GB", refusal.instead)
+            assert larger
+            count = 1 if larger[1] == "one" else int(larger[1])
+            planned(facts, strategy, mock_cards(*[int(larger[2])] * count))
+            if more := re.search(r"(\d+) like GPU (\d)", refusal.instead):
+                planned(facts, strategy, mock_cards(*[cards[int(more[2])]] * int(more[1])))
 
 
 @pytest.mark.parametrize(
     ("dtype", "described"), [("auto", "tensor 2"), ("float32", "tensor 2"), ("bfloat16", "ulysses 2")]
 )
 def test_the_dtype_asked_for_decides_what_fits(dtype: str, described: str) -> None:
-    layout = planner.plan(model(30, stored="float32"), ParallelConfig(), mock_cards(24, 24), dtype)
+    layout = planned(mock_facts(30, stored="float32"), "auto", mock_cards(24, 24), dtype)
     assert layout.spec.describe() == described
 
 
+def test_a_smaller_dtype_is_proposed_where_it_helps() -> None:
+    with refused("tensor 2 needs 25.0 GB", "Works instead: dtype bfloat16 with tensor 2."):
+        planner.plan(mock_facts(50, stored="float32"), ParallelConfig(), mock_cards(24, 30))
+
+
+def test_adaptive_strategies_ignore_degrees() -> None:
+    config = ParallelConfig(strategy="auto", degrees=ParallelSpec(ring=7, tensor=5, replica=0))
+    assert planned(mock_facts(), config, mock_cards(24, 24)).spec.describe() == "ulysses 2"
+
+
+# ---- unequal cards
+
+
 @pytest.mark.parametrize(
-    ("stored", "dtype", "degrees", "gib"),
+    ("strategy", "cards", "gib", "described", "shares", "used"),
     [
-        ("bfloat16", "auto", {}, 12.0),
-        ("bfloat16", "auto", {"tensor": 2}, 3 + 4.5),
-        ("bfloat16", "auto", {"tensor": 4}, 3 + 2.25),
-        ("bfloat16", "auto", {"ulysses": 4}, 12.0),
-        ("bfloat16", "float32", {"tensor": 2}, 15.0),
-        ("float32", "float16", {"tensor": 2}, 3.75),
+        # The small card takes an equal part, but not the whole.
+        ("auto", (24, 8), 10, "tensor 2", (), [0, 1]),
+        ("prefer context", (24, 8), 10, "tensor 2", (), [0, 1]),
+        ("auto", (6, 6, 6, 6), 10, "tensor 4", (), [0, 1, 2, 3]),
+        # An equal part is too much for the smaller ones.
+        ("auto", (24, 16), 30, "tensor 2", (24, 16), [0, 1]),
+        ("auto", (16, 24), 30, "tensor 2", (16, 24), [0, 1]),
+        ("prefer tensor", (24, 16), 30, "tensor 2", (24, 16), [0, 1]),
+        ("prefer context", (24, 16), 30, "tensor 2", (24, 16), [0, 1]),
+        ("auto", (24, 12, 24), 40, "tensor 3", (24, 12, 24), [0, 1, 2]),
+        ("auto", (24, 24, 8), 40, "tensor 3", (24, 24, 8), [0, 1, 2]),
+        # The small card would take too little to help: what the others can do counts.
+        ("auto", (24, 8, 24, 24, 24), 10, "ulysses 4", (), [0, 2, 3, 4]),
+        ("auto", (24, 4, 24), 30, "tensor 2", (), [0, 2]),
+        ("prefer tensor", (24, 4, 24), 30, "tensor 2", (), [0, 2]),
+        ("auto", (24, 4), 10, "one rank", (), [0]),
+        ("prefer tensor", (24, 4), 10, "one rank", (), [0]),
+        ("prefer context", (24, 4), 10, "one rank", (), [0]),
+        # But where there is no room without it, it counts.
+        ("auto", (24, 4), 23, "tensor 2", (24, 4), [0, 1]),
+        ("auto", (24, 5, 24), 42, "tensor 3", (24, 5, 24), [0, 1, 2]),
+        ("prefer context", (24, 8, 8, 24), 10, "ulysses 2", (), [0, 3]),
+        ("auto", (24, 8, 8, 24), 10, "tensor 4", (), [0, 1, 2, 3]),
+        ("auto", (16, 24, 32, 12), 9, "ulysses 4", (), [0, 1, 2, 3]),
     ],
 )
-def test_a_rank_holds_its_part_of_what_is_divided_and_all_of_the_rest(
-    stored: str, dtype: str, degrees: dict[str, int], gib: float
+def test_unequal_cards_do_what_they_can(
+    strategy: str,
+    cards: tuple[float, ...],
+    gib: float,
+    described: str,
+    shares: tuple[int, ...],
+    used: list[int],
 ) -> None:
-    facts = model(12, stored=stored, split=0.75)
-    assert planner.rank_bytes(facts, dtype, ParallelSpec(**degrees)) == gib * GIB
+    layout = planned(mock_facts(gib), strategy, mock_cards(*cards))
+    assert layout.spec.describe() == described
+    assert layout.spec.tensor_shares == shares
+    assert indices(layout) == used
+
+
+def test_the_reason_names_the_shares_in_the_order_of_the_cards() -> None:
+    facts = mock_facts(30)
+    assert planned(facts, "auto", mock_cards(24, 16)).reason.endswith(", in shares of 24 and 16 GB")
+    asked = ParallelConfig(devices="2,0,1")
+    layout = planned(mock_facts(40), asked, mock_cards(24, 12, 23.99))
+    assert layout.reason.endswith(", in shares of 24, 24 and 12 GB")
+    assert indices(layout) == [2, 0, 1]
+
+
+def test_shares_are_counted_in_heads_where_whole_weights_fill_the_small_card() -> None:
+    """Every rank holds 6.6 GiB whole; that leaves 3.6 of the 10.2 usable ones on the small card, not a third."""
+    facts, cards = mock_facts(22, split=0.7), mock_cards(24, 12)
+    layout = planned(facts, "auto", cards)
+    assert layout.spec.tensor_shares == (19, 5)
+    assert layout.reason.endswith(", in shares of 19 and 5 heads")
+    grouped = planned(msgspec.structs.replace(facts, heads=48, head_groups=24), "auto", cards)
+    assert grouped.reason.endswith(", in shares of 19 and 5 key/value heads")
+
+
+def test_shares_are_found_wherever_there_are_any() -> None:
+    """By trying all: two cards, and every whole number of heads that the first could take."""
+    for gib in range(10, 50, 3):
+        for split in (0.5, 0.72, 1.0):
+            facts = mock_facts(gib, heads=10, split=split)
+            for cards in ((24, 24), (24, 16), (12, 24), (24, 10), (16, 32)):
+                limits = [card * 0.85 - gib * (1 - split) for card in cards]
+                each = gib * split / 10
+                possible = any(n * each <= limits[0] and (10 - n) * each <= limits[1] for n in range(1, 10))
+                try:
+                    found = planned(facts, manual(tensor=2), mock_cards(*cards)).spec
+                except Refusal:
+                    assert not possible, (gib, split, cards)
+                else:
+                    assert possible, (gib, split, cards)
+                    equal = max(5 * each - limit for limit in limits) <= 0
+                    assert equal == (not found.tensor_shares)
+
+
+def test_the_largest_cards_are_used_in_their_order() -> None:
+    layout = planned(mock_facts(heads=4), "prefer tensor", mock_cards(8, 24, 4, 16, 32, 6))
+    assert indices(layout) == [0, 1, 3, 4]
+
+
+def test_only_the_cards_asked_for_are_used_in_the_order_asked_for() -> None:
+    config = ParallelConfig(strategy="prefer tensor", devices="3,1")
+    assert indices(planned(mock_facts(), config, mock_cards(8, 16, 24, 32))) == [3, 1]
+
+
+def test_what_other_programs_hold_of_a_card_does_not_change_the_layout() -> None:
+    """ComfyUI makes room for a load; a layout that depended on the moment would load the model anew each time."""
+    busy = Device(kind="cuda", index=1, uuid="GPU-busy", total_bytes=24 * GIB, free_bytes=2 * GIB)
+    assert planned(mock_facts(10), "auto", (*mock_cards(24), busy)).spec.describe() == "ulysses 2"
+
+
+@pytest.mark.parametrize("gib", [10, 100])
+@pytest.mark.parametrize("config", [*ADAPTIVE, manual(tensor=2)], ids=[*ADAPTIVE, "manual"])
+@pytest.mark.parametrize("others", [(), (24,), (24, 8)], ids=str)
+def test_cards_that_do_not_tell_their_memory_are_not_called_too_small(
+    config: ParallelConfig | str, gib: int, others: tuple[float, ...]
+) -> None:
+    layout = planned(mock_facts(10), config, UNKNOWN[:2])
+    assert layout.spec.tensor == layout.spec.world_size == 2
+    if not others or gib == 10:
+        cards = mock_cards(*others) + UNKNOWN[len(others) :]
+        layout = planned(mock_facts(gib), config, cards)
+        assert layout.spec.tensor == layout.spec.world_size
+        assert not layout.spec.tensor_shares, "shares by memory need to know it"
 
 
 # ---- manual
@@ -231,18 +368,43 @@ def test_a_rank_holds_its_part_of_what_is_divided_and_all_of_the_rest(
         (manual(), 8, "one rank"),
         (manual(tensor=2), 2, "tensor 2"),
         (manual(tensor=3), 4, "tensor 3"),
+        (manual(tensor=5), 5, "tensor 5"),
+        (manual(tensor=7), 8, "tensor 7"),
         (manual(ulysses=4), 4, "ulysses 4"),
         (manual(ulysses=3), 4, "ulysses 3"),
         (manual(ulysses=8), 8, "ulysses 8"),
         (manual(tensor=2, devices="1,3"), 4, "tensor 2"),
         (manual(tensor=4), 0, "tensor 4"),
         (manual(ulysses=8, devices="cpu"), 2, "ulysses 8"),
+        (manual(tensor=2, tensor_shares=(5, 7)), 2, "tensor 2"),  # type: ignore[arg-type]
     ],
 )
 def test_manual_degrees_are_taken_as_they_are(config: ParallelConfig, count: int, described: str) -> None:
-    layout = planned(model(20), config, mock_cards(*[24.0] * count))
+    layout = planned(mock_facts(20), config, mock_cards(*[24.0] * count))
     assert layout.spec == config.degrees
     assert layout.spec.describe() == described
+    assert layout.reason == "as set on the Parallel Config"
+
+
+def test_every_tensor_degree_up_to_the_heads_and_the_devices_is_accepted() -> None:
+    for heads in (1, 2, 5, 24, 38):
+        for degree in range(1, 10):
+            facts = mock_facts(10, heads=heads)
+            if degree <= heads:
+                assert planned(facts, manual(tensor=degree), mock_cards(*[24] * 9)).spec.tensor == degree
+            else:
+                with refused(
+                    f"tensor {degree} is more than", f"{'the one' if heads == 1 else heads} attention"
+                ):
+                    planner.plan(facts, manual(tensor=degree), mock_cards(*[24] * 9))
+
+
+def test_manual_degrees_take_weighted_shares_where_equal_ones_have_no_room() -> None:
+    layout = planned(mock_facts(30), manual(tensor=2), mock_cards(8, 24, 16))
+    assert indices(layout) == [1, 2]
+    assert layout.spec.tensor_shares == (24, 16)
+    assert layout.reason == "as set on the Parallel Config, in shares of 24 and 16 GB"
+    assert not planned(mock_facts(20), manual(tensor=2), mock_cards(24, 16)).spec.tensor_shares
 
 
 @pytest.mark.parametrize("axis", ["ring", "stage", "replica"])
@@ -258,57 +420,115 @@ def test_a_degree_below_one_is_refused_by_name(axis: str, degree: int) -> None:
         planner.check_config(manual(**{axis: degree}))
 
 
-def test_tensor_together_with_ulysses_is_refused_with_the_single_axes() -> None:
-    with refused("tensor 2", "ulysses 4", "tensor 8", "ulysses 8"):
+def test_tensor_together_with_ulysses_is_refused_with_a_single_axis() -> None:
+    with refused("tensor 2", "ulysses 4", "tensor 8"):
         planner.check_config(manual(tensor=2, ulysses=4))
 
 
+@pytest.mark.parametrize("shares", [(1,), (1, 2, 3), (1, 0), (5, -1)])
+def test_shares_that_are_not_one_for_each_rank_are_refused(shares: tuple[int, ...]) -> None:
+    with refused("tensor 2", f"{shares[0]}", "1, 1"):
+        planner.check_config(manual(tensor=2, tensor_shares=shares))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("axis", "degree"), [("tensor", 4), ("ulysses", 4), ("tensor", 64)])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_more_ranks_than_devices_are_refused_with_what_fits(axis: str, degree: int, count: int) -> None:
-    with refused(f"{axis} {degree}", f"needs {degree} devices", f"here are {count}", f"tensor {count}"):
-        planner.plan(model(), manual(**{axis: degree}), mock_cards(*[24.0] * count))
+@pytest.mark.parametrize(
+    ("count", "instead"),
+    [
+        (1, "one rank."),
+        (2, "tensor 2, or ulysses 2."),
+        (3, "tensor 3, or ulysses 2."),
+    ],
+)
+def test_more_ranks_than_devices_are_refused_with_what_fits(
+    axis: str, degree: int, count: int, instead: str
+) -> None:
+    here = "here is 1." if count == 1 else f"here are {count}."
+    with refused(f"{axis} {degree} needs {degree} devices; {here}") as caught:
+        planner.plan(mock_facts(), manual(**{axis: degree}), mock_cards(*[24.0] * count))
+    assert works(caught.value.instead) == works(f"Works instead: {instead}")[:: 1 if axis == "tensor" else -1]
+
+
+def test_what_is_proposed_has_room_too() -> None:
+    with refused("tensor 4 needs 4 devices", "Works instead: tensor 3."):
+        planner.plan(mock_facts(50), manual(tensor=4), mock_cards(24, 24, 24))
 
 
 def test_devices_that_were_not_asked_for_do_not_count() -> None:
     with refused("needs 4 devices; here are 2"):
-        planner.plan(model(), manual(tensor=4, devices="0,2"), mock_cards(24, 24, 24, 24))
+        planner.plan(mock_facts(), manual(tensor=4, devices="0,2"), mock_cards(24, 24, 24, 24))
 
 
 def test_more_ranks_than_the_cpu_offers_are_refused() -> None:
-    with refused("needs 9 devices; here are 8", "CPU"):
-        planner.plan(model(), manual(tensor=9), ())
+    with refused("needs 9 devices; here are 8", "8 CPU ranks", "tensor 8, or ulysses 8."):
+        planner.plan(mock_facts(), manual(tensor=9), ())
 
 
 @pytest.mark.parametrize(
     ("axis", "heads", "degree", "count", "instead"),
     [
-        ("tensor", 24, 5, 8, "tensor 4 or 6."),
-        ("ulysses", 24, 7, 8, "ulysses 6 or 8."),
-        ("tensor", 24, 5, 5, "tensor 4."),  # 6 would divide the heads, but there are 5 cards
-        ("tensor", 38, 4, 4, "tensor 2."),
-        ("ulysses", 2, 4, 8, "ulysses 2."),
-        ("tensor", 7, 2, 8, "tensor 1 or 7."),
+        ("ulysses", 24, 7, 8, "ulysses 8, or tensor 7."),
+        ("ulysses", 24, 5, 5, "ulysses 4, or tensor 5."),
+        ("ulysses", 2, 4, 8, "ulysses 2, or tensor 2."),
+        ("ulysses", 7, 2, 8, "tensor 2."),
+        ("ulysses", 38, 4, 4, "ulysses 2, or tensor 4."),
+        ("ulysses", 1, 2, 8, "one rank."),
+        ("tensor", 4, 5, 8, "tensor 4, or ulysses 4."),
+        ("tensor", 7, 8, 8, "tensor 7."),
+        ("tensor", 1, 8, 8, "one rank."),
     ],
 )
-def test_a_degree_that_does_not_divide_the_heads_is_refused_with_the_nearest_that_do(
+def test_a_degree_that_does_not_suit_the_heads_is_refused_with_the_nearest_that_do(
     axis: str, heads: int, degree: int, count: int, instead: str
 ) -> None:
-    with refused(f"{axis} {degree}", f"the {heads} attention heads", f"Works instead: {instead}"):
-        planner.plan(model(heads=heads), manual(**{axis: degree}), mock_cards(*[24.0] * count))
+    kind = "the one attention head" if heads == 1 else f"the {heads} attention heads"
+    with refused(f"{axis} {degree}", kind, f"Works instead: {instead}"):
+        planner.plan(mock_facts(heads=heads), manual(**{axis: degree}), mock_cards(*[24.0] * count))
+
+
+@pytest.mark.parametrize("axis", ["tensor", "ulysses"])
+def test_heads_that_share_keys_and_values_are_refused_by_their_groups(axis: str) -> None:
+    facts = mock_facts(heads=48, head_groups=4)
+    with refused(f"{axis} 6", "the 4 key/value heads", f"Works instead: {axis} 4"):
+        planner.plan(facts, manual(**{axis: 6}), mock_cards(*[24.0] * 8))
+
+
+def test_whatever_a_refusal_proposes_is_accepted() -> None:
+    proposed = 0
+    for heads in (1, 2, 4, 7, 24, 38):
+        for cards in ((24,), (24, 24), (24, 16, 8), (12,) * 5, (24,) * 8, ()):
+            for gib, name in ((5, "FluxTransformer2DModel"), (30, "FluxTransformer2DModel"), (5, "Other")):
+                facts, here = mock_facts(gib, heads=heads, transformer_class=name), mock_cards(*cards)
+                for axis in ("tensor", "ulysses"):
+                    for degree in range(1, 10):
+                        try:
+                            planned(facts, manual(**{axis: degree}), here)
+                        except Refusal as refusal:
+                            if " GB" in refusal.instead:
+                                continue
+                            assert (specs := works(refusal.instead)), refusal
+                            for spec in specs:
+                                config = ParallelConfig(strategy="manual", degrees=spec)
+                                planned(facts, config, here)
+                                proposed += 1
+    assert proposed > 300
 
 
 @pytest.mark.parametrize("axis", ["tensor", "ulysses"])
 def test_a_class_without_a_plan_is_refused_by_name(axis: str) -> None:
-    facts = model(transformer_class="UNet2DConditionModel")
-    with refused("UNet2DConditionModel", f"{axis} 2", "FluxTransformer2DModel"):
+    facts = mock_facts(transformer_class="UNet2DConditionModel")
+    with refused("UNet2DConditionModel", f"{axis} 2", "verified", "Works instead: one rank."):
         planner.plan(facts, manual(**{axis: 2}), mock_cards(24, 24))
 
 
-def test_a_class_without_a_plan_runs_on_one_rank() -> None:
-    facts = model(transformer_class="UNet2DConditionModel")
-    assert planned(facts, manual(), mock_cards(24, 24)).spec == ParallelSpec()
-    assert planned(facts, "auto", mock_cards(24)).spec == ParallelSpec()
+@pytest.mark.parametrize("config", [*ADAPTIVE, manual()], ids=[*ADAPTIVE, "manual"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_class_without_a_plan_runs_on_one_rank(config: ParallelConfig | str, count: int) -> None:
+    facts = mock_facts(transformer_class="UNet2DConditionModel")
+    layout = planned(facts, config, mock_cards(*[24.0] * count))
+    assert layout.spec == ParallelSpec()
+    if count > 1 and isinstance(config, str):
+        assert "UNet2DConditionModel" in layout.reason
 
 
 @pytest.mark.parametrize(
@@ -319,8 +539,46 @@ def test_a_class_without_a_plan_runs_on_one_rank() -> None:
 def test_manual_degrees_that_have_no_room_are_refused_with_the_card(
     config: ParallelConfig, needs: str
 ) -> None:
-    with refused(needs, "GPU 1 Mock has 20.0 GB", "tensor degree"):
-        planner.plan(model(30), msgspec.structs.replace(config, devices="1,0"), mock_cards(20, 20))
+    with refused(needs, "GPU 1 Mock has 20.0 GB", "Works instead: tensor 2."):
+        planner.plan(mock_facts(30), msgspec.structs.replace(config, devices="1,0"), mock_cards(20, 20))
+
+
+# ---- a user's own tensor plan
+
+
+@pytest.mark.parametrize("strategy", ADAPTIVE)
+@pytest.mark.parametrize("gib", [10, 30])
+@pytest.mark.parametrize("name", [*sorted(TENSOR_CLASSES)[:1], "NewTransformer2DModel"])
+def test_a_tensor_plan_asks_for_the_tensor_axis(strategy: str, gib: int, name: str) -> None:
+    """Also of a class that no plan here was verified for: that is what it is for."""
+    config = ParallelConfig(strategy=strategy, tensor_plan=PLAN)
+    layout = planned(mock_facts(gib, transformer_class=name), config, mock_cards(24, 24))
+    assert layout.spec == ParallelSpec(tensor=2, tensor_plan=PLAN)
+    assert "tensor plan" in layout.reason
+
+
+@pytest.mark.parametrize("config", [*ADAPTIVE, "manual"])
+def test_on_one_rank_a_tensor_plan_is_not_needed(config: str) -> None:
+    """The same workflow runs on any machine."""
+    layout = planned(mock_facts(), ParallelConfig(strategy=config, tensor_plan=PLAN), mock_cards(24))
+    assert layout.spec == ParallelSpec()
+    assert "the tensor plan is not needed" in layout.reason
+
+
+def test_a_tensor_plan_goes_with_manual_degrees() -> None:
+    assert planned(mock_facts(), manual(plan=PLAN, tensor=3), mock_cards(24, 24, 24)).spec == ParallelSpec(
+        tensor=3, tensor_plan=PLAN
+    )
+    layout = planned(mock_facts(), manual(plan=PLAN, ulysses=2), mock_cards(24, 24))
+    assert layout.spec == ParallelSpec(ulysses=2)
+    assert "the tensor plan is not needed" in layout.reason
+
+
+@pytest.mark.parametrize("strategy", [*ADAPTIVE, "manual"])
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": "sideways"}'])
+def test_a_malformed_tensor_plan_is_refused_before_anything_else(strategy: str, text: str) -> None:
+    with refused("tensor plan"):
+        planner.check_config(ParallelConfig(strategy=strategy, tensor_plan=text))
 
 
 # ---- strategies, attention, devices
@@ -334,7 +592,7 @@ def test_an_unknown_strategy_is_refused_with_all_that_exist(strategy: str) -> No
 
 @pytest.mark.parametrize("attention", ["auto", "native"])
 def test_attention_of_pytorch_is_accepted(attention: str) -> None:
-    layout = planned(model(), ParallelConfig(attention=attention), mock_cards(24, 24))
+    layout = planned(mock_facts(), ParallelConfig(attention=attention), mock_cards(24, 24))
     assert layout.spec.attention == "native"
 
 
@@ -347,12 +605,12 @@ def test_other_attention_is_refused_by_name(attention: str, strategy: str) -> No
 
 def test_plan_checks_the_config_itself() -> None:
     with refused("ring 2"):
-        planner.plan(model(), manual(ring=2), mock_cards(24, 24))
+        planner.plan(mock_facts(), manual(ring=2), mock_cards(24, 24))
 
 
 def test_devices_that_do_not_exist_are_refused() -> None:
     with refused("GPU 7"):
-        planner.plan(model(), ParallelConfig(devices="0,7"), mock_cards(24, 24))
+        planner.plan(mock_facts(), ParallelConfig(devices="0,7"), mock_cards(24, 24))
 
 
 # ---- model, size, tokens
@@ -365,7 +623,7 @@ def test_devices_that_do_not_exist_are_refused() -> None:
 def test_a_model_is_held_in_its_own_dtype_unless_another_is_asked_for(
     stored: str, asked: str, used: str
 ) -> None:
-    facts = model(stored=stored)
+    facts = mock_facts(stored=stored)
     layout = planner.plan(facts, manual(tensor=2), mock_cards(24, 24), asked)
     spec = planner.model_spec(facts, asked, layout)
     assert spec.dtype == used

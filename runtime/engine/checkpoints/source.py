@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -33,3 +34,13 @@ class WeightSource(Protocol):
 
 Sources = Mapping[str, WeightSource]  # parameter name in the diffusers model -> where to read it
 Shapes = Mapping[str, tuple[int, ...]]  # key in a file, prefix removed -> shape
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A transformer as it lies on disk: its diffusers class, the constructor's arguments, and where each weight is."""
+
+    model_class: str
+    config: Mapping[str, Any]
+    sources: Sources
+    family: str = ""

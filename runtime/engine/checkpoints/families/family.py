@@ -8,6 +8,9 @@ from typing import Any
 
 from ..source import Shapes
 
+Tensors = dict[str, Any]  # key -> tensor (or what stands for one while a conversion is traced)
+Converter = Callable[[Tensors], Tensors]  # original names in, diffusers names out; may empty what it is given
+
 
 @dataclass(frozen=True)
 class Family:
@@ -16,9 +19,16 @@ class Family:
     `recognises` looks at keys and shapes with the prefix removed. `config` gives the keyword arguments of the
     diffusers class's constructor, all of them that the shapes decide or that differ between published variants;
     it raises ValueError with a reason for a variant that cannot be told or is not supported.
+
+    `convert` exists only where diffusers' own converter misses a variant or hard-codes a size: it takes that converter
+    (its other arguments bound already) and the tensors, prefix removed, and usually puts a few names right before or
+    after calling it. `unused` are parts of keys of weights that the diffusers model does without: made anew from the
+    config, for training only, or another component's.
     """
 
     name: str  # as people say it: "FLUX.1", "Wan 2.1 / 2.2"
     model_class: str  # the diffusers class
     recognises: Callable[[Shapes], bool]
     config: Callable[[Shapes], dict[str, Any]]
+    convert: Callable[[Converter, Tensors], Tensors] | None = None
+    unused: tuple[str, ...] = ()

@@ -1,0 +1,69 @@
+"""One transformer on this rank, under the tensor axis: opened, planned, read and made to compute with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..spec import ParallelSpec
+from .backend import Backend
+from .checkpoints.source import Checkpoint
+from .loading import SliceRead, bytes_to_read, check_sources, empty_model, read_weights
+from .plans import TensorPlan, apply_plan, tensor_plan
+from .tensor import Ranks, Shard
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A transformer that is planned and checked, of which nothing has been read yet."""
+
+    model: torch.nn.Module
+    checkpoint: Checkpoint
+    plan: TensorPlan | None
+    shards: dict[str, Shard]
+    ranks: Ranks
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Of the files, on this rank."""
+        return bytes_to_read(self.checkpoint.sources, self.shards, self.ranks.rank, self.ranks.shares)
+
+
+def plan_transformer(checkpoint: Checkpoint, parallel: ParallelSpec, mesh: DeviceMesh) -> Planned:
+    """Decide what this rank reads. Raises Refusal for a plan or a checkpoint that does not fit the model."""
+    model = empty_model(checkpoint.model_class, checkpoint.config)
+    check_sources(model, checkpoint.sources)
+    axis = mesh["tensor"]
+    ranks = Ranks(axis.get_group(), axis.get_local_rank(), parallel.shares)
+    plan = tensor_plan(model, parallel.shares, parallel.tensor_plan) if parallel.tensor > 1 else None
+    return Planned(model, checkpoint, plan, plan.shards(model) if plan else {}, ranks)
+
+
+def load_transformer(
+    planned: Planned,
+    backend: Backend,
+    dtype: torch.dtype,
+    *,
+    on_bytes: Callable[[int], None],
+    cancelled: Callable[[], bool],
+    on_slice: Callable[[SliceRead], None] | None = None,
+) -> torch.nn.Module:
+    """Read this rank's part and return a model that computes with the other ranks. Raises Cancelled."""
+    read_weights(
+        planned.model,
+        planned.checkpoint.sources,
+        planned.shards,
+        rank=planned.ranks.rank,
+        shares=planned.ranks.shares,
+        dtype=dtype,
+        device=backend.device,
+        on_bytes=on_bytes,
+        cancelled=cancelled,
+        on_slice=on_slice,
+    )
+    if planned.plan is not None:
+        apply_plan(planned.model, planned.plan, planned.ranks)
+    return planned.model

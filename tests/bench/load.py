@@ -1,0 +1,74 @@
+"""How long a sharded load takes, and how much memory it needs: ours, upstream's shard-on-read, and load-then-shard.
+
+A FLUX-shaped transformer of at least 3 GB in bf16, in several files that lie in the page cache. All paths run in the
+same ranks, interleaved; seconds are the slowest rank's, memory is what a rank's own (anonymous) memory grows by.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import diffusers
+import torch
+
+from tools import ROOT
+
+RUNS = 5
+PATHS = ("ours", "upstream", "load_then_shard")
+
+
+def make_checkpoint(folder: Path) -> int:
+    """Write the transformer; its size in bytes."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = diffusers.FluxTransformer2DModel(
+            num_layers=6, num_single_layers=11, num_attention_heads=16, attention_head_dim=128
+        )
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    for parameter in model.parameters():
+        # Distinct numbers at the speed of a copy; drawing 1.6e9 normals would take longer than the benchmark.
+        parameter.data.view(torch.int16).flatten().copy_(torch.arange(parameter.numel()).remainder_(15000))
+    model.save_pretrained(folder, max_shard_size="1GB")
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def rows() -> Iterator[dict[str, object]]:
+    with tempfile.TemporaryDirectory(prefix="sharded-load-") as directory:
+        folder = Path(directory) / "transformer"
+        size = make_checkpoint(folder)
+        assert size >= 3e9, f"the checkpoint has {size} bytes"
+        for tensor in (2, 4):
+            yield from _rows(folder, Path(directory), tensor, size)
+
+
+def _rows(folder: Path, directory: Path, tensor: int, size: int) -> Iterator[dict[str, object]]:
+    meeting = directory / f"meeting-{tensor}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(tensor)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting), "--rdzv-conf", "store_type=file"]
+    command += ["--rdzv-id", meeting.name, "-m", "tests.bench.load_rank", str(folder), str(RUNS), *PATHS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            run = json.loads(line)
+            found[run.pop("path")].append(run)
+    for path in PATHS:
+        runs = found[path]
+        yield {
+            "path": path,
+            "tensor": tensor,
+            "seconds": round(statistics.median(run["seconds"] for run in runs), 2),
+            "peak_own_gb": round(statistics.median(run["peak"] for run in runs) / 1e9, 3),
+            "final_own_gb": round(statistics.median(run["final"] for run in runs) / 1e9, 3),
+            "checkpoint_gb": round(size / 1e9, 2),
+        }

@@ -1,0 +1,141 @@
+"""One forward of every transformer class under the tensor axis against one process on the same weights.
+
+The host draws a tiny model, writes its folder and one process's result. A group of ranks under torchrun then loads
+every folder sharded, and each rank compares what it computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers.models.transformers
+import torch
+from safetensors.torch import save_file
+
+from runtime.engine.plans import tensor_plan
+from tests.parity.model_case import Draw, ModelCase
+from tests.parity.model_cases_image import IMAGE_CASES
+from tests.parity.model_cases_video import VIDEO_CASES
+from tests.support.models import randomise
+from tests.support.reference import max_rel
+from tools import ROOT
+
+CASES = {case.name: case for case in (*IMAGE_CASES, *VIDEO_CASES)}
+TOLERANCE = 5e-6  # one forward in fp32
+# A layout is the shares of the tensor axis: 2, 3 and 4 equal ranks, and two cards of which one is twice the other.
+LAYOUTS: tuple[tuple[int, ...], ...] = ((1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 1))
+# What each rule of the planner needs once; the whole matrix is `make matrix`.
+SELECTION = (
+    *("FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel"),
+    *("WanTransformer3DModel", "LTX2VideoTransformer3DModel", "SD3Transformer2DModel"),
+    *("ZImageTransformer2DModel", "Lumina2Transformer2DModel", "MochiTransformer3DModel"),
+    *("SanaTransformer2DModel", "HiDreamImageTransformer2DModel", "HunyuanVideoTransformer3DModel"),
+)
+
+
+def layout_name(shares: Sequence[int]) -> str:
+    equal = len(set(shares)) == 1
+    return f"tensor={len(shares)}" + ("" if equal else f", shares={':'.join(map(str, shares))}")
+
+
+def drawn(case: ModelCase, seed: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The model and the inputs of `case` for `seed`: the same on every call, other sizes for another seed."""
+    own = zlib.crc32(case.name.encode()) + seed
+    draw = Draw(own)
+    torch.manual_seed(own)
+    model = getattr(diffusers.models.transformers, case.name)(**case.config(draw)).eval()
+    randomise(model)
+    return model, inputs_of(case, seed, model.config)
+
+
+def inputs_of(case: ModelCase, seed: int, config: Any) -> dict[str, Any]:
+    return case.inputs(Draw(zlib.crc32(case.name.encode()) + seed + 1), config)
+
+
+def outputs(result: Any) -> list[torch.Tensor]:
+    """The tensors of a forward's result, nested lists and tuples laid flat."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, dict):
+        result = list(result.values())
+    return [t for part in result for t in outputs(part)] if isinstance(result, list | tuple) else []
+
+
+def difference(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> tuple[float, float]:
+    """max_rel and max_abs of the worst output."""
+    pairs = list(zip(ours, reference, strict=True))
+    return max(max_rel(a, b) for a, b in pairs), max((a - b).abs().max().item() for a, b in pairs)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A model folder for the ranks, and how far a wrong split moves its result."""
+
+    name: str
+    wrong_split: float
+
+
+@torch.no_grad()
+def write(case: ModelCase, seed: int, directory: Path) -> Written:
+    """The folder, one process's result beside it, and the figure that shows the comparison would notice a fault."""
+    model, inputs = drawn(case, seed)
+    folder = directory / case.name
+    # Several files, as large models have them.
+    size = sum(p.numel() for p in model.parameters()) * 4
+    model.save_pretrained(folder, max_shard_size=f"{max(1, size // 3000)}KB")
+    expected = outputs(case.run(model, inputs))
+    save_file({str(number): one.contiguous() for number, one in enumerate(expected)}, folder / "expected.st")
+    plan = tensor_plan(model, (1, 1))
+    path = next(path for path, split in plan.splits.items() if split.style == "rowwise")
+    weight = model.get_submodule(path).weight
+    weight.copy_(weight.roll(weight.shape[1] // 2, dims=1))  # type: ignore[operator, index]
+    return Written(case.name, difference(outputs(case.run(model, inputs)), expected)[0])
+
+
+def run_ranks(
+    directory: Path, names: Sequence[str], shares: Sequence[int], seed: int
+) -> Iterator[dict[str, Any]]:
+    """Load and run `names` from `directory` on a group of ranks; one row each."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(len(shares))]
+    meeting = directory / f"meeting-{'-'.join(map(str, shares))}"
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting), "--rdzv-conf", "store_type=file"]
+    command += ["--rdzv-id", meeting.name, "-m", "tests.parity.rank"]
+    command += [str(directory), str(seed), ",".join(map(str, shares)), *names]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+        finally:
+            process.terminate()
+
+
+def rows(
+    directory: Path, names: Sequence[str], seed: int, layouts: Sequence[Sequence[int]] = LAYOUTS
+) -> Iterator[dict[str, Any]]:
+    """A row per (class, layout)."""
+    written = {name: write(CASES[name], seed, directory) for name in names}
+    for shares in layouts:
+        for row in run_ranks(directory, names, shares, seed):
+            yield {
+                "family": row["family"],
+                "layout": layout_name(shares),
+                "ranks": len(shares),
+                "dtype": "float32",
+                "max_abs": row.get("max_abs"),
+                "max_rel": row.get("max_rel"),
+                "wrong_split": written[row["family"]].wrong_split,
+                "peak_mb": row.get("peak_mb"),
+                **({"error": row["error"]} if "error" in row else {}),
+            }

@@ -1,0 +1,68 @@
+"""One rank of the matrix: loads every model folder sharded, runs one forward, compares. Run by torchrun.
+
+Arguments: directory, seed, shares of the tensor axis, class names. The first rank prints a JSON line per class.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from runtime.engine.backend import Backend
+from runtime.engine.checkpoints.folder import open_folder
+from runtime.engine.denoiser import load_transformer, plan_transformer
+from runtime.engine.mesh import build_mesh
+from runtime.environment import rank_environment
+from runtime.spec import ParallelSpec
+from tests.parity.matrix import CASES, difference, inputs_of, outputs
+
+
+def main() -> None:
+    directory, seed = Path(sys.argv[1]), int(sys.argv[2])
+    shares = tuple(int(share) for share in sys.argv[3].split(","))
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    place = rank_environment()
+    dist.init_process_group("cpu:gloo", timeout=datetime.timedelta(seconds=60))
+    backend = Backend(torch.device("cpu"), place)
+    for name in sys.argv[4:]:
+        try:
+            found = _compare(directory, name, seed, shares, backend)
+        except Exception as error:
+            print(traceback.format_exc(), file=sys.stderr, flush=True)
+            found = {"error": f"{type(error).__name__}: {error}"[:300]}
+        if place.rank == 0:
+            print(json.dumps({"family": name, **found}), flush=True)
+    dist.destroy_process_group()
+
+
+def _compare(
+    directory: Path, name: str, seed: int, shares: tuple[int, ...], backend: Backend
+) -> dict[str, Any]:
+    parallel = ParallelSpec(tensor=len(shares), tensor_shares=shares)
+    mesh = build_mesh(parallel, "cpu")
+    start = backend.memory().host or 0
+    planned = plan_transformer(open_folder(directory / name), parallel, mesh)
+    model: Any = load_transformer(
+        planned, backend, torch.float32, on_bytes=lambda _: None, cancelled=lambda: False
+    )
+    grown = (backend.memory().host or 0) - start
+    ours = outputs(CASES[name].run(model, inputs_of(CASES[name], seed, model.config)))
+    expected = load_file(directory / name / "expected.st")
+    reference = [expected[str(number)] for number in range(len(expected))]
+    figures = torch.tensor([*difference(ours, reference), grown / 2**20])
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+    rel, absolute, peak = figures.tolist()
+    return {"max_rel": rel, "max_abs": absolute, "peak_mb": round(peak, 1)}
+
+
+if __name__ == "__main__":
+    main()
