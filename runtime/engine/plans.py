@@ -106,19 +106,19 @@ def apply_plan(model: nn.Module, plan: TensorPlan, ranks: Ranks) -> None:
     """Make `model`, whose planned parameters are this rank's parts, compute with the other ranks."""
     for path, split in plan.splits.items():
         module, shard = model.get_submodule(path), Shard(split.dim, split.blocks)
-        if split.style == SPLIT_INPUT:
-            slice_input(module, shard, ranks)
+        _tell_sizes(module)
         if split.style in (ROWWISE, SPLIT_INPUT):
-            sum_output(module, ranks)
+            sum_output(model, path, ranks)
+        if split.style == SPLIT_INPUT:
+            slice_input(model.get_submodule(path), shard, ranks)
         if split.style == GATHERED:
             gather_output(module, shard, ranks)
-        _tell_sizes(module)
     for path, blocks in plan.depthwise.items():
         module = model.get_submodule(path)
         _tell_sizes(module)
         module.groups = Shard(0, blocks).length(ranks.rank, ranks.shares)  # type: ignore[assignment]
     for path in plan.experts:
-        sum_output(model.get_submodule(path), ranks)
+        sum_output(model, path, ranks)
     for path, block in plan.norms.items():
         owner, _, name = path.rpartition(".")
         norm = model.get_submodule(path)

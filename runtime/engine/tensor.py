@@ -71,6 +71,7 @@ def shard_indices(
 _SUM = dist.AllreduceOptions()
 _SUM.reduceOp = dist.ReduceOp.SUM
 _SUM.asyncOp = False  # NCCL then works on the current stream, as dist.all_reduce has it
+_is_compiling = torch.compiler.is_compiling
 # torch 2.14 renamed the call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -84,10 +85,10 @@ class Ranks(NamedTuple):
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks; eager calls do it in place."""
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return functional.all_reduce(tensor, "sum", self.group)
         tensor = tensor.contiguous()
-        # The group's own method: dist.all_reduce's checks and logging take longer than the call itself.
+        # The group's own method: what dist.all_reduce checks and logs takes longer than the call itself.
         self.group.allreduce([tensor], _SUM).wait()
         return tensor
 
@@ -103,7 +104,7 @@ class Ranks(NamedTuple):
 
     def _gather_equal(self, tensor: torch.Tensor) -> torch.Tensor:
         """[...] on each rank -> [ranks, ...]."""
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             gathered = functional.wait_tensor(functional.all_gather_tensor(tensor, 0, self.group))
         else:
             # One behind the other along dim 0: what gloo takes as well as NCCL.
@@ -112,11 +113,39 @@ class Ranks(NamedTuple):
         return gathered.view(len(self.shares), *tensor.shape)
 
 
-# ---- hooks
+# ---- what closes a block
 
 
-def sum_output(module: torch.nn.Module, ranks: Ranks) -> None:
-    """Close a block: `module`'s output becomes the sum over ranks, and its bias is left to the first."""
+class RowSplitLinear(torch.nn.Linear):
+    """A Linear split along its inputs: its output is the sum over ranks, and the first rank adds the bias.
+
+    Not a hook: torch's way to one takes as long as the collective's own call on the host (measured), and this is the
+    one that every block pays for.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, ranks: Ranks):
+        torch.nn.Module.__init__(self)
+        self.weight = linear.weight
+        self.register_parameter("bias", None if ranks.rank else linear.bias)
+        self.out_features, self.in_features = linear.weight.shape
+        self.ranks = ranks
+        self._all_reduce = ranks.group.allreduce
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        parameters = self._parameters  # looking an attribute up takes a module longer
+        output = torch.nn.functional.linear(input, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+        if _is_compiling():
+            return self.ranks.sum(output)
+        self._all_reduce([output], _SUM).wait()
+        return output
+
+
+def sum_output(model: torch.nn.Module, path: str, ranks: Ranks) -> None:
+    """Close a block: the output of the module at `path` becomes the sum over ranks, its bias is left to the first."""
+    module = model.get_submodule(path)
+    if type(module) is torch.nn.Linear:
+        model.set_submodule(path, RowSplitLinear(module, ranks))
+        return
     if ranks.rank and getattr(module, "bias", None) is not None:
         module.bias = None
 

@@ -2,7 +2,8 @@
 
 Query, key and value are split by columns, the output by rows, so the block has one collective. `unsharded` is the same
 block with this rank's shapes and no hooks; `ours` are plain shards with hooks; `functional` what the same hooks would
-cost with the collectives that a compiled model needs; `dtensor` is torch's parallelize_module.
+cost with the collectives that a compiled model needs; `add` is an in-place addition in the collective's place: what
+any call of torch costs on this machine; `dtensor` is torch's parallelize_module.
 """
 
 from __future__ import annotations
@@ -46,18 +47,19 @@ def _ours() -> nn.Module:
     return model["attn"]
 
 
-def _unsharded() -> nn.Module:
+def _with(change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> nn.Module:
+    """The block with this rank's shapes, whose output nothing sums; `change` is done to it instead."""
     block = _ours()
-    block.to_out[0]._forward_hooks.clear()  # type: ignore[index, union-attr]
+    plain = nn.Linear(1, 1)
+    plain.weight, plain.bias = block.to_out[0].weight, block.to_out[0].bias  # type: ignore[index, union-attr, assignment]
+    block.to_out[0] = plain  # type: ignore[index, operator]
+    if change is not None:
+        plain.register_forward_hook(lambda _module, _inputs, output: change(output))
     return block
 
 
-def _functional() -> nn.Module:
-    block = _unsharded()
-    block.to_out[0].register_forward_hook(  # type: ignore[index, union-attr]
-        lambda _m, _i, output: functional.wait_tensor(functional.all_reduce(output, "sum", dist.group.WORLD))
-    )
-    return block
+def _functional_sum(output: torch.Tensor) -> torch.Tensor:
+    return functional.wait_tensor(functional.all_reduce(output, "sum", dist.group.WORLD))
 
 
 def _dtensor() -> nn.Module:
@@ -67,9 +69,10 @@ def _dtensor() -> nn.Module:
 
 
 PATHS: dict[str, Callable[[], nn.Module]] = {
-    "unsharded": _unsharded,
+    "unsharded": _with,
     "ours": _ours,
-    "functional": _functional,
+    "add": lambda: _with(lambda output: output.add_(1)),
+    "functional": lambda: _with(_functional_sum),
     "dtensor": _dtensor,
 }
 
