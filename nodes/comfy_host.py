@@ -26,7 +26,7 @@ from ..runtime.group import GROUPS, Slot
 from ..runtime.spec import Cancelled, Device, Progress, RankOutOfMemory
 
 log = logging.getLogger("comfyui-sharded")
-_SAID_CHARACTERS = 90
+_SAID_CHARACTERS = 240  # of a line: the planner's longest reason
 _UNSAFE = str.maketrans({"<": "(", ">": ")", "&": "+", "*": "x", "_": "-", "#": "", "[": "(", "]": ")"})
 
 
@@ -90,12 +90,12 @@ def comfy_errors() -> Iterator[None]:
         raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
 
 
-def say(node_id: str, text: str) -> None:
-    """One line of text on a node, in the client that queued the prompt."""
+def say(node_id: str, *lines: str) -> None:
+    """A line or two of text on a node, in the client that queued the prompt."""
     server = PromptServer.instance
-    line = text.translate(_UNSAFE)[:_SAID_CHARACTERS]
+    text = "\n".join(line.translate(_UNSAFE)[:_SAID_CHARACTERS] for line in lines)
     with contextlib.suppress(AttributeError):  # a server without the method still runs the workflow
-        server.send_progress_text(line, node_id, server.client_id)
+        server.send_progress_text(text, node_id, server.client_id)
 
 
 def readable_bytes(nbytes: int) -> str:

@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..runtime import planner
 from ..runtime.group import GROUPS
-from ..runtime.spec import DTYPES, ParallelConfig, Refusal
+from ..runtime.spec import DTYPES, ParallelConfig, ParallelSpec, Refusal
 from . import comfy_host
 from .cables import CATEGORY, ParallelConfigCable, PipelineCable, ShardedPipeline
 
@@ -82,7 +82,14 @@ class LoadPipeline(io.ComfyNode):
         progress = comfy_host.NodeProgress(cls.hidden.unique_id)
         with comfy_host.comfy_errors():
             info = pipeline.ensure(progress)
-        size = f"{comfy_host.readable_bytes(info.weight_bytes)} each"
+        size = comfy_host.readable_bytes(info.weight_bytes) + _of_which(layout.spec, facts.units)
         done = "already loaded" if was_loaded else f"loaded in {info.seconds:.1f} s"
-        comfy_host.say(cls.hidden.unique_id, f"{layout.spec.describe()}, {size}, {done}")
+        comfy_host.say(cls.hidden.unique_id, f"{layout.spec.describe()}, {size}, {done}", layout.reason)
         return io.NodeOutput(pipeline)
+
+
+def _of_which(spec: ParallelSpec, heads: int) -> str:
+    """Of which ranks a size is that rank 0 reports."""
+    if spec.world_size == 1:
+        return ""
+    return " on rank 0" if spec.tensor_shares or heads % spec.tensor else " each"

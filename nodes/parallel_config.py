@@ -1,7 +1,8 @@
-"""Parallel Config: how a model is divided over devices."""
+"""Parallel Config and its siblings: how a model is divided over devices."""
 
 from __future__ import annotations
 
+import msgspec
 from comfy_api.latest import io
 
 from ..runtime import planner
@@ -15,6 +16,30 @@ _AXIS_TOOLTIPS = {
     "stage": "manual only: consecutive layers per device. Not built yet: leave at 1.",
     "replica": "manual only: full copies of the model. Not built yet: leave at 1.",
 }
+# The pack's own plan for FLUX.1, written out: diffusers' plan for it, and the modulation layers.
+_FLUX_PLAN = """\
+{
+  "transformer_blocks.*.attn.to_q": "colwise",
+  "transformer_blocks.*.attn.to_k": "colwise",
+  "transformer_blocks.*.attn.to_v": "colwise",
+  "transformer_blocks.*.attn.to_out.0": "rowwise",
+  "transformer_blocks.*.attn.add_q_proj": "colwise",
+  "transformer_blocks.*.attn.add_k_proj": "colwise",
+  "transformer_blocks.*.attn.add_v_proj": "colwise",
+  "transformer_blocks.*.attn.to_add_out": "rowwise",
+  "transformer_blocks.*.ff.net.0.proj": "colwise",
+  "transformer_blocks.*.ff.net.2": "rowwise",
+  "transformer_blocks.*.ff_context.net.0.proj": "colwise",
+  "transformer_blocks.*.ff_context.net.2": "rowwise",
+  "transformer_blocks.*.norm1.linear": "colwise_gathered",
+  "transformer_blocks.*.norm1_context.linear": "colwise_gathered",
+  "single_transformer_blocks.*.attn.to_q": "colwise",
+  "single_transformer_blocks.*.attn.to_k": "colwise",
+  "single_transformer_blocks.*.attn.to_v": "colwise",
+  "single_transformer_blocks.*.proj_mlp": "colwise",
+  "single_transformer_blocks.*.proj_out": {"packed_rowwise": [1, 4]},
+  "single_transformer_blocks.*.norm.linear": "colwise_gathered"
+}"""
 
 
 class ParallelConfigNode(io.ComfyNode):
@@ -67,3 +92,45 @@ class ParallelConfigNode(io.ComfyNode):
         config = ParallelConfig(strategy=strategy, degrees=spec, devices=devices, attention=attention)
         planner.check_config(config)
         return io.NodeOutput(config)
+
+
+class TensorPlanNode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ShardedTensorPlan",
+            display_name="Tensor Plan (Sharded)",
+            category=CATEGORY,
+            description="Your own tensor plan instead of the pack's: which layers of a model are divided, and how.",
+            inputs=[
+                io.String.Input(
+                    "plan",
+                    default=_FLUX_PLAN,
+                    multiline=True,
+                    dynamic_prompts=False,  # they would take the braces for a choice
+                    tooltip="JSON: module path -> style. One * stands for every element of a list. What is not named "
+                    "stays whole on every rank.",
+                ),
+                ParallelConfigCable.Input(
+                    "parallel_config",
+                    optional=True,
+                    tooltip="The config that the plan is added to. Without it: auto on all devices.",
+                ),
+            ],
+            outputs=[ParallelConfigCable.Output("PARALLEL_CONFIG", display_name="parallel_config")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, plan: str | None = None) -> bool | str:
+        """Refuse a malformed plan before the queue; whether it suits the model, the loader finds out."""
+        try:
+            if plan is not None:
+                planner.check_tensor_plan(plan)
+        except Refusal as refusal:
+            return str(refusal)
+        return True
+
+    @classmethod
+    def execute(cls, plan: str, parallel_config: ParallelConfig | None = None) -> io.NodeOutput:
+        planner.check_tensor_plan(plan)
+        return io.NodeOutput(msgspec.structs.replace(parallel_config or ParallelConfig(), tensor_plan=plan))

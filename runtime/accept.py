@@ -12,10 +12,8 @@ import msgspec
 
 from .room import Situation, held_dtype, largest, place, rank_bytes, too_small, usable
 from .spec import AXES, Layout, ParallelSpec, Refusal
+from .verified import CONTEXT_CLASSES, TENSOR_CLASSES
 
-# Transformers whose tensor axis and whose context axis are tested here against one process.
-TENSOR_CLASSES = frozenset({"FluxTransformer2DModel"})
-CONTEXT_CLASSES = frozenset({"FluxTransformer2DModel"})
 _NOT_BUILT = {
     "ring": "ring attention (ring) is not built yet; ulysses also splits the sequence",
     "stage": "consecutive layers per rank (stage) is not built yet; tensor also divides the weights",

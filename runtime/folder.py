@@ -9,11 +9,11 @@ import hashlib
 import json
 import re
 import reprlib
-import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .safetensors_header import Header, read_header
 from .spec import ModelFacts, Refusal
 
 # The classes a model_index.json may name, per pipeline and component. Nothing else is ever instantiated.
@@ -42,7 +42,12 @@ _GROUP_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 # Picture and text tokens at 1024x1024: the planner chooses a layout before it knows the size.
 _TOKENS = {"FluxPipeline": 64 * 64 + 512}
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_DTYPES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2"), "float8"),
+}
 
 
 def inspect_pipeline(path: Path) -> ModelFacts:
@@ -81,7 +86,7 @@ def _inspect(path: Path) -> ModelFacts:
             )
     heads, head_groups = _heads(name, configs["transformer"])
     headers = {part: _headers(path / part, part) for part in _WEIGHTS}
-    sizes = {part: sum(_tensor_bytes(h) for h in files.values()) for part, files in headers.items()}
+    sizes = {part: sum(header.nbytes for header in files) for part, files in headers.items()}
     return ModelFacts(
         path=str(path),
         pipeline_class=pipeline,
@@ -90,7 +95,7 @@ def _inspect(path: Path) -> ModelFacts:
         head_groups=head_groups,
         tokens=_TOKENS[pipeline],
         transformer_bytes=sizes["transformer"],
-        split_bytes=sum(_split_bytes(header) for header in headers["transformer"].values()),
+        split_bytes=sum(map(_split_bytes, headers["transformer"])),
         encoder_bytes=sizes["text_encoder"] + sizes["text_encoder_2"],
         vae_bytes=sizes["vae"],
         stored_dtype=_stored_dtype(name, headers["transformer"]),
@@ -209,7 +214,7 @@ def _weight_files(folder: Path, component: str) -> list[Path]:
     return [folder / name for name in sorted(set(names))]
 
 
-def _headers(folder: Path, component: str) -> dict[Path, dict[str, Any]]:
+def _headers(folder: Path, component: str) -> list[Header]:
     """The safetensors headers of a component. Raises Refusal for other weights, missing or damaged files."""
     files = _weight_files(folder, component)
     for file in files:
@@ -222,100 +227,36 @@ def _headers(folder: Path, component: str) -> dict[Path, dict[str, Any]]:
                 f"Weights are read from safetensors files under their usual names; there {_lie(others)}.",
                 "Download the safetensors files of the model, and leave their names as they are.",
             )
-    return {file: read_header(file) for file in files}
+    return [read_header(file) for file in files]
 
 
 def _lie(names: list[str]) -> str:
     return f"is only {', '.join(map(_line, names))}" if names else "are no weights at all"
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: tensor name -> dtype, shape, data_offsets.
-
-    Layout: 8 bytes little-endian header length, JSON, data. Raises Refusal when it is none, or is cut short.
-    """
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(size - 8, 100 << 20):
-            raise _not_safetensors(file)
-        try:
-            header = json.loads(opened.read(length))
-        except (ValueError, RecursionError) as error:
-            raise _not_safetensors(file) from error
-    if not isinstance(header, dict):
-        raise _not_safetensors(file)
-    header.pop("__metadata__", None)
-    if not all(map(_is_entry, header.values())):
-        raise _not_safetensors(file)
-    expected = 8 + length + _tensor_bytes(header)
-    if size != expected:
-        wrong, reason = (
-            ("cut short", "a download that did not finish")
-            if size < expected
-            else ("too long", "a damaged download")
-        )
-        raise Refusal(
-            f"{_name(file)} is {wrong}.",
-            f"It should have {expected:,} bytes and has {size:,}: {reason}.",
-            "Download that file again.",
-        )
-    return header
-
-
-def _is_entry(entry: object) -> bool:
-    """Whether a header's entry describes a tensor: dtype, shape, and first and last byte of its data."""
-    match entry:
-        case {"dtype": str(), "shape": list(shape), "data_offsets": [int(first), int(last)]}:
-            return 0 <= first <= last < 1 << 63 and all(isinstance(size, int) and size >= 0 for size in shape)
-    return False
-
-
-def _name(file: Path) -> str:
-    return f"{_line(file.parent.name)}/{_line(file.name)}"
-
-
-def _not_safetensors(file: Path) -> Refusal:
-    return Refusal(
-        f"{_name(file)} is not a safetensors file.",
-        "Its first bytes are not a safetensors header, whatever its name says.",
-        "Download the safetensors file of the model; other formats can run code and are not read.",
-    )
-
-
-def _tensor_bytes(header: Mapping[str, Any]) -> int:
-    return max((entry["data_offsets"][1] for entry in header.values()), default=0)
-
-
-def _split_bytes(header: Mapping[str, Any]) -> int:
+def _split_bytes(header: Header) -> int:
     """Bytes of the matrices inside numbered blocks, modulation included: what the tensor axis divides."""
     return sum(
-        entry["data_offsets"][1] - entry["data_offsets"][0]
-        for name, entry in header.items()
-        if _IN_A_BLOCK.search(name) and len(entry["shape"]) > 1
+        entry.nbytes for entry in header.entries if _IN_A_BLOCK.search(entry.key) and len(entry.shape) > 1
     )
 
 
-def _stored_dtype(model: str, files: Mapping[Path, Mapping[str, Any]]) -> str:
-    """The dtype most bytes are stored in. Raises Refusal if any are in one that cannot be loaded yet."""
+def _stored_dtype(model: str, headers: Iterable[Header]) -> str:
+    """The dtype most bytes are stored in. Raises Refusal if any are in one that cannot be loaded."""
     amounts: dict[str, int] = {}
-    for header in files.values():
-        for entry in header.values():
-            first, last = entry["data_offsets"]
-            amounts[entry["dtype"]] = amounts.get(entry["dtype"], 0) + last - first
+    for entry in (entry for header in headers for entry in header.entries):
+        amounts[entry.dtype] = amounts.get(entry.dtype, 0) + entry.nbytes
     if not amounts:
         raise Refusal(
             f"The transformer of '{model}' holds no weights.",
             "Its safetensors files name no tensor.",
             "Download the safetensors files of the model again.",
         )
-    # One such tensor is enough: fp8 weights come with scales, which would be dropped without a word.
     if others := sorted(set(amounts) - set(_DTYPES)):
         raise Refusal(
-            f"The transformer of '{model}' is {'partly ' if len(amounts) > 1 else ''}stored as {_line(others[0])}.",
-            "Only whole bf16, fp16 and fp32 weights can be divided over ranks yet.",
-            "Works instead: the same model in bf16, fp16 or fp32.",
+            f"The transformer of '{model}' is {'partly ' if len(amounts) > 1 else ''}stored as {others[0]}.",
+            "Only bf16, fp16, fp32 and fp8 weights can be divided over ranks yet.",
+            "Works instead: the same model in bf16, fp16, fp32 or fp8.",
         )
     return _DTYPES[max(amounts, key=lambda name: amounts[name])]
 

@@ -37,7 +37,7 @@ def read_plan_text(text: str) -> tuple[PlanEntry, ...]:
             "The tensor plan is too long.", f"It has {len(text):,} characters.", "one key per module"
         )
     try:
-        plan = json.loads(text, object_pairs_hook=_once)
+        plan = json.loads(text, object_pairs_hook=_once) if text.strip() else {}
     except (ValueError, RecursionError) as error:
         if isinstance(error, _Twice):
             raise _refusal(
@@ -45,9 +45,7 @@ def read_plan_text(text: str) -> tuple[PlanEntry, ...]:
                 "Only one of the two styles could be followed.",
                 "each key once",
             ) from None
-        raise _refusal(
-            "The tensor plan is no JSON.", f"{_shown(error)}.", '{"blocks.*.attn.to_q": "colwise"}'
-        ) from None
+        raise _refusal("The tensor plan is no JSON.", f"{_shown(error)}.", _EXAMPLE) from None
     if not isinstance(plan, dict) or not plan:
         raise _refusal(
             "The tensor plan holds no keys.",

@@ -62,6 +62,11 @@ def plan(
     return accept(situation, spec, reason)
 
 
+def check_tensor_plan(text: str) -> None:
+    """Refuse a tensor plan that no model could follow: bad JSON, keys or styles. The model itself is asked later."""
+    read_plan_text(text)
+
+
 def check_devices(text: str) -> None:
     """Refuse devices that cannot be read or do not exist on this machine."""
     choose_devices(text, physical_cards())

@@ -11,7 +11,7 @@ import msgspec
 
 from .spec import Device, ModelFacts, ParallelSpec, divide
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,10 @@ def _whole_and_divided(facts: ModelFacts, dtype: str) -> tuple[int, int]:
 
 
 def held_dtype(facts: ModelFacts, dtype: str) -> str:
-    return facts.stored_dtype if dtype == "auto" else dtype
+    """The dtype a rank holds the weights in: fp8 ones are turned into the numbers they stand for."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if facts.stored_dtype == "float8" else facts.stored_dtype
 
 
 def usable(device: Device) -> int:

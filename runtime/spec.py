@@ -121,9 +121,11 @@ class ParallelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return {axis: getattr(self, axis) for axis in AXES}
 
     def describe(self) -> str:
-        """The layout in words, such as "tensor 2 x ulysses 2" or "one rank"."""
-        split = [f"{axis} {degree}" for axis, degree in reversed(self.degrees().items()) if degree > 1]
-        return " x ".join(split) if split else "one rank"
+        """The layout in words, such as "tensor 2 x ulysses 2", "tensor 2 in shares 24:16" or "one rank"."""
+        split = {axis: f"{axis} {degree}" for axis, degree in reversed(self.degrees().items()) if degree > 1}
+        if self.tensor_shares and "tensor" in split:
+            split["tensor"] += f" in shares {':'.join(map(str, self.tensor_shares))}"
+        return " x ".join(split.values()) or "one rank"
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,9 @@ def share(case: ModelCase, tensor: int) -> float:
         total += count
         for rank in range(tensor):
             shard = shards.get(name)
-            part = count if shard is None else count // parameter.shape[shard.dim] * shard.length(rank, shares)
+            part = (
+                count if shard is None else count // parameter.shape[shard.dim] * shard.length(rank, shares)
+            )
             held[rank] += part
     return max(held) / total
 
@@ -41,7 +43,10 @@ def main() -> None:
     parser.add_argument("family", nargs="*", default=sorted(CASES))
     arguments = parser.parse_args()
     for row in rows(arguments.family, arguments.tensor):
-        print(json.dumps(row) if arguments.json else "{family:45} {tensor} {share:.3f}".format(**row), flush=True)
+        print(
+            json.dumps(row) if arguments.json else "{family:45} {tensor} {share:.3f}".format(**row),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ read; between tensors a load can be cancelled.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from diffusers import ModelMixin
 from ..spec import Cancelled, Refusal
 from .checkpoints.source import Sources, WeightSource
 from .tensor import Shard, shard_indices
+
+STRIP = 1 << 25
 
 
 class SliceRead(NamedTuple):
@@ -141,26 +143,40 @@ def read_part(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """This rank's part of `source` (all of it without a shard) in memory of its own; nothing else is read."""
-    if shard is None:
-        return _copy(source.read(tuple(slice(0, size) for size in source.shape)), dtype, device)
-    indices = shard_indices(source.shape, shard, rank, shares)
-    if len(indices) == 1:
-        return _copy(source.read(indices[0]), dtype, device)
-    shape = list(source.shape)
-    shape[shard.dim] = shard.length(rank, shares)
-    target, offset = torch.empty(shape, dtype=dtype, device=device), 0
+    """This rank's part of `source` (all of it without a shard) in memory of its own; nothing else is read.
+
+    Floating numbers come in `dtype`, all others as they are stored.
+    """
+    shape, dim = list(source.shape), shard.dim if shard else 0
+    indices = [tuple(slice(0, size) for size in shape)]
+    if shard is not None:
+        indices = shard_indices(shape, shard, rank, shares)
+        shape[dim] = shard.length(rank, shares)
+    target, offset = None, 0
     for index in indices:
-        piece = source.read(index)
-        target.narrow(shard.dim, offset, piece.shape[shard.dim]).copy_(piece)
-        offset += piece.shape[shard.dim]
+        for strip in _strips(index):
+            piece = source.read(strip)
+            if target is None:
+                wanted = dtype if piece.is_floating_point() else piece.dtype
+                target = torch.empty(shape, dtype=wanted, device=device)
+            start = [one.start - all_of_it.start for one, all_of_it in zip(strip, index, strict=True)]
+            if start:
+                start[dim] += offset
+            target[tuple(slice(s, s + n) for s, n in zip(start, piece.shape, strict=True))].copy_(piece)
+        offset += index[dim].stop - index[dim].start if index else 0
+    assert target is not None
     return target
 
 
-def _copy(part: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A copy even where nothing changes: the part is a view of the mapped file."""
-    wanted = dtype if part.is_floating_point() else part.dtype
-    return torch.empty(part.shape, dtype=wanted, device=device).copy_(part)
+def _strips(index: tuple[slice, ...]) -> Iterator[tuple[slice, ...]]:
+    """`index` in parts of some 32 million elements along dim 0: what a source computes on the way stays small."""
+    if not index:
+        yield index
+        return
+    first, *others = index
+    rows = max(1, STRIP // max(1, prod(one.stop - one.start for one in others)))
+    for start in range(first.start, max(first.stop, first.start + 1), rows):
+        yield (slice(start, min(start + rows, first.stop)), *others)
 
 
 def shard_loaded(

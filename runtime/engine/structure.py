@@ -191,7 +191,9 @@ def _attention(found: Structure, path: str, module: nn.Module) -> bool:
     found.partners.append(tuple(_join(path, name) for name in (*into, *outputs)))
     counts = _counts(module, groups)
     if getattr(module, "out_dim", None) == query.out_features:
-        counts["out_dim"] = Block(query.out_features, groups)  # some processors read the width of all heads here
+        counts["out_dim"] = Block(
+            query.out_features, groups
+        )  # some processors read the width of all heads here
     found.attentions[path] = Attention(groups, counts)
     width = query.out_features // heads
     for name in _NORMS:

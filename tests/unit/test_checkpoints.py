@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from runtime.engine.checkpoints.families.table import FAMILIES
 from runtime.engine.checkpoints.files import StoredTensor, open_files
-from runtime.engine.checkpoints.header import read_header
 from runtime.engine.checkpoints.single_file import PREFIXES, open_single_file
 from runtime.engine.checkpoints.source import Index, WeightSource
+from runtime.safetensors_header import read_header
 from tests.support.folders import entries, safetensors
 from tests.support.original_layouts import original_layout, write_single_file
 from tests.support.refusals import refused
@@ -520,14 +520,15 @@ def test_a_header_that_lies_is_refused_by_key_and_file(
 ) -> None:
     file = tmp_path / "m.safetensors"
     file.write_bytes(safetensors(header, data=32))
-    with refused(*said, "'m.safetensors'"):
+    with refused(*said, "m.safetensors"):
         open_files([file])
 
 
 @pytest.mark.parametrize("size, said", [(31, "cut short"), (33, "too long")])
 def test_a_file_of_another_length_is_refused(tmp_path: Path, size: int, said: str) -> None:
     (tmp_path / "m.safetensors").write_bytes(safetensors(TWO, data=size))
-    with refused(said, "'m.safetensors'", f"{size}"):
+    whole = (tmp_path / "m.safetensors").stat().st_size
+    with refused(said, "m.safetensors", f"has {whole:,}"):
         open_files([tmp_path / "m.safetensors"])
 
 

@@ -62,7 +62,8 @@ def test_only_the_worker_imports_the_engine() -> None:
 
 
 def test_the_engine_knows_only_the_vocabulary() -> None:
-    allowed = ("runtime.engine", "runtime.spec", "runtime.environment")
+    allowed = ("runtime.engine", "runtime.spec", "runtime.environment", "runtime.plan_text")
+    allowed += ("runtime.safetensors_header",)
     none_of(one for one in imports("runtime/engine") if one.within("runtime") and not one.within(*allowed))
 
 

@@ -254,12 +254,12 @@ def test_adaptive_strategies_ignore_degrees() -> None:
         ("prefer context", (24, 8), 10, "tensor 2", (), [0, 1]),
         ("auto", (6, 6, 6, 6), 10, "tensor 4", (), [0, 1, 2, 3]),
         # An equal part is too much for the smaller ones.
-        ("auto", (24, 16), 30, "tensor 2", (24, 16), [0, 1]),
-        ("auto", (16, 24), 30, "tensor 2", (16, 24), [0, 1]),
-        ("prefer tensor", (24, 16), 30, "tensor 2", (24, 16), [0, 1]),
-        ("prefer context", (24, 16), 30, "tensor 2", (24, 16), [0, 1]),
-        ("auto", (24, 12, 24), 40, "tensor 3", (24, 12, 24), [0, 1, 2]),
-        ("auto", (24, 24, 8), 40, "tensor 3", (24, 24, 8), [0, 1, 2]),
+        ("auto", (24, 16), 30, "tensor 2 in shares 24:16", (24, 16), [0, 1]),
+        ("auto", (16, 24), 30, "tensor 2 in shares 16:24", (16, 24), [0, 1]),
+        ("prefer tensor", (24, 16), 30, "tensor 2 in shares 24:16", (24, 16), [0, 1]),
+        ("prefer context", (24, 16), 30, "tensor 2 in shares 24:16", (24, 16), [0, 1]),
+        ("auto", (24, 12, 24), 40, "tensor 3 in shares 24:12:24", (24, 12, 24), [0, 1, 2]),
+        ("auto", (24, 24, 8), 40, "tensor 3 in shares 24:24:8", (24, 24, 8), [0, 1, 2]),
         # The small card would take too little to help: what the others can do counts.
         ("auto", (24, 8, 24, 24, 24), 10, "ulysses 4", (), [0, 2, 3, 4]),
         ("auto", (24, 4, 24), 30, "tensor 2", (), [0, 2]),
@@ -268,8 +268,8 @@ def test_adaptive_strategies_ignore_degrees() -> None:
         ("prefer tensor", (24, 4), 10, "one rank", (), [0]),
         ("prefer context", (24, 4), 10, "one rank", (), [0]),
         # But where there is no room without it, it counts.
-        ("auto", (24, 4), 23, "tensor 2", (24, 4), [0, 1]),
-        ("auto", (24, 5, 24), 42, "tensor 3", (24, 5, 24), [0, 1, 2]),
+        ("auto", (24, 4), 23, "tensor 2 in shares 24:4", (24, 4), [0, 1]),
+        ("auto", (24, 5, 24), 42, "tensor 3 in shares 24:5:24", (24, 5, 24), [0, 1, 2]),
         ("prefer context", (24, 8, 8, 24), 10, "ulysses 2", (), [0, 3]),
         ("auto", (24, 8, 8, 24), 10, "tensor 4", (), [0, 1, 2, 3]),
         ("auto", (16, 24, 32, 12), 9, "ulysses 4", (), [0, 1, 2, 3]),
@@ -376,7 +376,7 @@ def test_cards_that_do_not_tell_their_memory_are_not_called_too_small(
         (manual(tensor=2, devices="1,3"), 4, "tensor 2"),
         (manual(tensor=4), 0, "tensor 4"),
         (manual(ulysses=8, devices="cpu"), 2, "ulysses 8"),
-        (manual(tensor=2, tensor_shares=(5, 7)), 2, "tensor 2"),  # type: ignore[arg-type]
+        (manual(tensor=2, tensor_shares=(5, 7)), 2, "tensor 2 in shares 5:7"),  # type: ignore[arg-type]
     ],
 )
 def test_manual_degrees_are_taken_as_they_are(config: ParallelConfig, count: int, described: str) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...safetensors_header import BITS, printable, read_header
 from ...spec import Refusal
-from .header import BITS, printable, read_header
 from .source import Index
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from .files import open_files
+from .fp8 import dequantised
 from .source import Checkpoint
 
 WEIGHTS = "diffusion_pytorch_model"
@@ -14,7 +15,7 @@ WEIGHTS = "diffusion_pytorch_model"
 def open_folder(folder: Path) -> Checkpoint:
     """Open `folder` for reading; parameters are named as the model names them. Raises Refusal, OSError."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    sources = open_files(weight_files(folder)).tensors
+    sources = dequantised(open_files(weight_files(folder)))
     return Checkpoint(config.pop("_class_name", ""), config, sources)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ...safetensors_header import printable
 from ...spec import Refusal
-from .header import printable
 from .source import Shapes
 
 _INSTEAD = "Use the safetensors file of the model, in bf16, fp16, fp32 or fp8."

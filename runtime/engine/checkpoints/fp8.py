@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from ...safetensors_header import printable
 from ...spec import Refusal
 from .files import Stored, StoredTensor
-from .header import printable
 from .source import Index, WeightSource
 
 _FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # as stored -> ComfyUI's name of the format

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...safetensors_header import printable
 from ...spec import Refusal
 from .conversion import convert
 from .families.family import Family
@@ -16,7 +17,6 @@ from .families.table import FAMILIES
 from .files import Stored, open_files
 from .foreign import adapter_kind, other_kind, refuse_other_formats
 from .fp8 import dequantised
-from .header import printable
 from .source import Checkpoint, Shapes, WeightSource
 
 # Where trainers and ComfyUI put a diffusion transformer inside a file; compare `unet_prefix_from_state_dict` in

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...spec import Refusal
+from .spec import Refusal
 
 _MOST_HEADER_BYTES = 100 << 20  # the format's own limit
 # Bits per element of every dtype of the format (safetensors 0.8), whether or not it can be loaded here.
@@ -38,6 +38,10 @@ class Entry:
     first: int
     last: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.last - self.first
+
 
 @dataclass(frozen=True)
 class Header:
@@ -45,6 +49,11 @@ class Header:
 
     entries: tuple[Entry, ...]
     metadata: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return self.entries[-1].last if self.entries else 0
 
 
 def read_header(file: Path) -> Header:
@@ -65,6 +74,11 @@ def printable(value: object) -> str:
     return "".join(char if char.isprintable() else " " for char in str(value)[:200])
 
 
+def _name(file: Path) -> str:
+    """A file as people find it: with its folder."""
+    return f"{printable(file.parent.name)}/{printable(file.name)}"
+
+
 def _json_header(file: Path) -> tuple[dict[str, Any], int]:
     """The header's JSON object, and how many bytes of tensors follow it."""
     try:
@@ -77,7 +91,7 @@ def _json_header(file: Path) -> tuple[dict[str, Any], int]:
             header = json.loads(opened.read(length))
     except OSError as error:
         raise Refusal(
-            f"'{printable(file.name)}' cannot be read.",
+            f"{_name(file)} cannot be read.",
             f"The system says: {printable(error)}.",
             "Make the file readable for ComfyUI, or download it again.",
         ) from error
@@ -97,7 +111,7 @@ def _entry(file: Path, key: str, value: object) -> Entry:
             raise _damaged(file, f"Its entry for '{printable(key)}' is not a dtype, a shape and a place")
     if dtype not in BITS:
         raise Refusal(
-            f"'{printable(key)}' in '{printable(file.name)}' is stored as {printable(dtype)}.",
+            f"'{printable(key)}' in {_name(file)} is stored as {printable(dtype)}.",
             "That is no dtype of the safetensors format known here.",
             "Use the model in bf16, fp16, fp32 or fp8.",
         )
@@ -120,25 +134,26 @@ def _check_places(file: Path, entries: list[Entry], data_bytes: int) -> None:
             raise _damaged(file, f"The bytes before '{printable(entry.key)}' belong to no tensor")
         end, before = entry.last, entry.key
     if end != data_bytes:
+        start = file.stat().st_size - data_bytes
         wrong, reason = (
             ("cut short", "a download that did not finish")
             if data_bytes < end
             else ("too long", "a damaged download")
         )
         raise Refusal(
-            f"'{printable(file.name)}' is {wrong}.",
-            f"Its tensors should take {end:,} bytes and it has {data_bytes:,}: {reason}.",
+            f"{_name(file)} is {wrong}.",
+            f"It should have {start + end:,} bytes and has {start + data_bytes:,}: {reason}.",
             "Download that file again.",
         )
 
 
 def _damaged(file: Path, reason: str) -> Refusal:
-    return Refusal(f"'{printable(file.name)}' is damaged.", f"{reason}.", "Download that file again.")
+    return Refusal(f"{_name(file)} is damaged.", f"{reason}.", "Download that file again.")
 
 
 def _not_safetensors(file: Path) -> Refusal:
     return Refusal(
-        f"'{printable(file.name)}' is not a safetensors file.",
+        f"{_name(file)} is not a safetensors file.",
         "Its first bytes are not a safetensors header, whatever its name says.",
         "Download the safetensors file of the model; other formats can run code and are not read.",
     )
