@@ -9,11 +9,11 @@ PYTHON := $(VENV)/bin/python
 SUITES ?= unit group comfy browser
 SELECT ?= not slow
 ARGS ?=
-BENCHES ?= wire overhead
+BENCHES ?= wire overhead dispatch load
 # pytest gets the folders that exist.
 folders = $(wildcard $(addprefix tests/,$(1)))
 
-.PHONY: env demo serve test test-oldest lint format parity bench browser clean distclean
+.PHONY: env demo serve test test-oldest lint format parity matrix bench browser clean distclean
 
 env:
 	@$(PYTHON3) -m tools.environment
@@ -35,6 +35,10 @@ test-oldest:
 # Every accepted layout against one process on the same weights: one line each.
 parity: env
 	$(PYTHON) -m tests.parity $(ARGS)
+
+# The same, and one forward of every transformer class the tensor axis is open to, whole.
+matrix: parity
+	$(PYTHON) -m tests.parity --all $(ARGS)
 
 browser: env
 	$(PYTHON) -m pytest $(call folders,browser) $(ARGS)

@@ -19,7 +19,8 @@ PLAIN = ("colwise", "rowwise", "rowwise_split_input", "colwise_gathered")
 PACKED = {"packed_colwise": "colwise", "packed_rowwise": "rowwise"}
 _LONGEST = 1 << 20  # characters: an explicit key for every layer of the largest models is a tenth of that
 _EXAMPLE = '{"blocks.*.attn.to_q": "colwise"}'
-_PATH = re.compile(r"(\*|[A-Za-z_]\w*|\d+)(\.(\*|[A-Za-z_]\w*|\d+))*")
+_PATH = re.compile(r"(\*|[\w-]+)(\.(\*|[\w-]+))*")
+_LONGEST_KEY, _MOST_BLOCKS = 256, 64
 
 
 class PlanEntry(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ def _entry(key: str, value: object) -> PlanEntry:
             "One * stands for every element of a ModuleList; lists within lists are named one by one.",
             f"one key for each, such as '{_shown(key.replace('*', '0', key.count('*') - 1))}'",
         )
-    if not _PATH.fullmatch(key) or key.startswith("*"):
+    if len(key) > _LONGEST_KEY or not _PATH.fullmatch(key) or key.startswith("*"):
         raise _refusal(
             f"The plan's key '{_shown(key)}' is no module path.",
             "A key is names joined by dots, with at most one * in the place of a number.",
@@ -90,17 +91,24 @@ def _entry(key: str, value: object) -> PlanEntry:
         if style in PACKED and _are_blocks(blocks):
             return PlanEntry(key, PACKED[style], tuple(blocks))
     raise _refusal(
-        f"The plan's style for '{_shown(key)}' is {_shown(json.dumps(value))}.",
+        f"The plan's style for '{_shown(key)}' is {_shown(_as_json(value))}.",
         "That is no style of a tensor plan.",
         f'{", ".join(PLAIN)}, or packed ones such as {{"packed_colwise": [1, 1]}}',
     )
+
+
+def _as_json(value: object) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "nested too deeply"
 
 
 def _are_blocks(value: object) -> bool:
     """Two or more whole positive numbers."""
     return (
         isinstance(value, list)
-        and len(value) > 1
+        and 1 < len(value) <= _MOST_BLOCKS
         and all(isinstance(n, int) and not isinstance(n, bool) and 0 < n < 1 << 31 for n in value)
     )
 

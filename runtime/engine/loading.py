@@ -17,6 +17,7 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import ModelMixin
 
+from ..safetensors_header import printable
 from ..spec import Cancelled, Refusal
 from .checkpoints.source import Sources, WeightSource
 from .tensor import Shard, shard_indices
@@ -34,11 +35,11 @@ class SliceRead(NamedTuple):
 
 def transformer_class(name: str) -> type:
     """The diffusers transformer called `name`; nothing else is ever instantiated. Raises Refusal."""
-    found = getattr(diffusers.models.transformers, name, None)
+    found = getattr(diffusers.models.transformers, name, None) if isinstance(name, str) else None
     if isinstance(found, type) and issubclass(found, ModelMixin):
         return found
     raise Refusal(
-        f"There is no transformer called {name[:100]}.",
+        f"There is no transformer called '{printable(name)}'.",
         "Only diffusers' own transformer classes are ever loaded.",
         "Works here: the model as it was published.",
     )
@@ -86,7 +87,8 @@ def _size(shape: Sequence[int]) -> str:
 
 
 def _count(names: Sequence[str]) -> str:
-    return f"'{names[0]}'" if len(names) == 1 else f"{len(names)} tensors, such as '{names[0]}',"
+    first = printable(names[0])
+    return f"'{first}'" if len(names) == 1 else f"{len(names)} tensors, such as '{first}',"
 
 
 def bytes_to_read(sources: Sources, shards: Mapping[str, Shard], rank: int, shares: Sequence[int]) -> int:

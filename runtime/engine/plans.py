@@ -46,6 +46,8 @@ from .tensor import (
 # What is worth a collective: layers of one kind that hold this part of the model's parameters. Outside the blocks it
 # takes more: such a layer saves little, and may see every token (Wan 2.2's time_proj: a gigabyte for one gather).
 LARGE_IN_BLOCKS, LARGE = 0.004, 0.03
+# They hand their Linears' weights to torch's multi-head attention; a subclass of Linear may be one of those too.
+_READERS = ("HunyuanDiTAttentionPool", "MultiheadAttention")
 
 
 @dataclass(frozen=True)
@@ -154,11 +156,12 @@ def _upstream_entries(model: nn.Module, plan: Mapping[str, object]) -> list[Plan
     entries = []
     for key, style in plan.items():
         if isinstance(style, str):
-            entries.append(PlanEntry(key, style))
+            # A config may have none of a kind of block: no layer of it, no key.
+            entries += [PlanEntry(key, style)] if _found(model, key) else []
             continue
         is_column = isinstance(style, upstream.PackedColwiseParallel)
         name = "_tp_packed_col_blocks" if is_column else "_tp_packed_row_blocks"
-        for path in _matches(model, key):
+        for path in _found(model, key):
             blocks = getattr(style, "blocks", None) or getattr(model.get_submodule(path), name)
             entries.append(PlanEntry(path, COLWISE if is_column else ROWWISE, tuple(blocks)))
     return entries
@@ -166,21 +169,25 @@ def _upstream_entries(model: nn.Module, plan: Mapping[str, object]) -> list[Plan
 
 def _matches(model: nn.Module, key: str) -> list[str]:
     """The module paths a plan's key stands for. Raises Refusal when it matches nothing, or a `*` is misplaced."""
+    owner = key.partition("*")[0].removesuffix(".")
+    if "*" in key and _has(model, owner):
+        elements = model.get_submodule(owner)
+        if not isinstance(elements, nn.ModuleList):
+            raise Refusal(
+                f"The plan's key '{key}' has its * in the wrong place.",
+                f"'{owner}' is a {type(elements).__name__}, and a * stands for the elements of a ModuleList.",
+                f"Works here: {_nearest(model, key)}.",
+            )
+    return _found(model, key) or _no_match(model, key)
+
+
+def _found(model: nn.Module, key: str) -> list[str]:
     before, star, after = key.partition("*")
     if not star:
-        return [key] if _has(model, key) else _no_match(model, key)
+        return [key] if _has(model, key) else []
     owner = before.removesuffix(".")
-    if not _has(model, owner):
-        return _no_match(model, key)
-    elements = model.get_submodule(owner)
-    if not isinstance(elements, nn.ModuleList):
-        raise Refusal(
-            f"The plan's key '{key}' has its * in the wrong place.",
-            f"'{owner}' is a {type(elements).__name__}, and a * stands for the elements of a ModuleList.",
-            f"Works here: {_nearest(model, key)}.",
-        )
-    paths = [f"{owner}.{number}{after}" for number in range(len(elements))]
-    return [path for path in paths if _has(model, path)] or _no_match(model, key)
+    count = len(model.get_submodule(owner)) if _has(model, owner) else 0  # type: ignore[arg-type]
+    return [path for number in range(count) if _has(model, path := f"{owner}.{number}{after}")]
 
 
 def _has(model: nn.Module, path: str) -> bool:
@@ -221,15 +228,22 @@ def _follow(model: nn.Module, entries: Iterable[PlanEntry], structure: Structure
                     f"The key '{entry.key}' and another both match it.",
                     "Works here: one key for each module.",
                 )
-            splits[path] = _split(model.get_submodule(path), path, entry, structure)
+            splits[path] = _split(model, path, entry, structure)
     return splits
 
 
-def _split(module: nn.Module, path: str, entry: PlanEntry, structure: Structure) -> Split:
+def _split(model: nn.Module, path: str, entry: PlanEntry, structure: Structure) -> Split:
+    module = model.get_submodule(path)
     if not isinstance(module, nn.Linear):
         raise Refusal(
             f"The plan splits '{path}', a {type(module).__name__}.",
             "Only Linear layers are split by a plan; norms and embeddings stay whole.",
+            "Works here: leave that key out.",
+        )
+    if _is_read(model, path):
+        raise Refusal(
+            f"The plan splits '{path}'.",
+            "The layer around it reads its weight without calling it, so no rank would get the others' part.",
             "Works here: leave that key out.",
         )
     bare = Split(entry.style, ())
@@ -250,6 +264,12 @@ def _split(module: nn.Module, path: str, entry: PlanEntry, structure: Structure)
     return Split(entry.style, tuple(hidden(size) for size in sizes))
 
 
+def _is_read(model: nn.Module, path: str) -> bool:
+    """Whether the weight at `path` is used without a call of its module: no hook would run."""
+    owner = model.get_submodule(path.rpartition(".")[0])
+    return type(owner).__name__ in _READERS or type(model.get_submodule(path)) not in (nn.Linear, nn.Conv2d)
+
+
 def _check_partners(splits: Mapping[str, Split], structure: Structure) -> None:
     """Refuse a user's plan that splits one end of a block and not the other: it would run, and be wrong."""
     alone = (SPLIT_INPUT, GATHERED)
@@ -258,15 +278,16 @@ def _check_partners(splits: Mapping[str, Split], structure: Structure) -> None:
         inside = [path for path in group if path in splits and splits[path].style not in alone]
         if not inside:
             continue
-        for path in group:
+        for path in sorted(group, key=lambda path: path not in splits):
             expected, found = structure.splits[path], splits.get(path)
             sizes = [block.size for block in expected.blocks]
             if found and found.style == expected.style and [b.size for b in found.blocks] == sizes:
                 continue
+            other = next(one for one in (*inside, *group) if one != path)
             style = expected.style if len(sizes) == 1 else f"packed_{expected.style} {sizes}"
             raise Refusal(
                 f"The plan's '{path}' must be {style}.",
-                f"It works together with '{inside[0]}', which the plan splits; alone it gives wrong pictures.",
+                f"It works together with '{other}': one without the other gives wrong pictures.",
                 f'Works here: "{_pattern(path)}": '
                 + (f'"{style}".' if len(sizes) == 1 else f'{{"packed_{expected.style}": {sizes}}}.'),
             )
@@ -287,9 +308,8 @@ def _large_rest(model: nn.Module, splits: Mapping[str, Split], degree: int) -> d
     total = sum(parameter.numel() for parameter in model.parameters())
     kinds: dict[str, list[str]] = defaultdict(list)
     for path, module in model.named_modules():
-        # Subclasses may be read without being called (torch's MultiheadAttention does): no hook would run.
-        is_dense = type(module) is nn.Linear or (type(module) is nn.Conv2d and module.groups == 1)
-        if is_dense and path not in splits:
+        is_dense = isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+        if is_dense and path not in splits and not _is_read(model, path):
             kinds[re.sub(r"\.\d+(?=\.|$)", ".*", path)].append(path)
     found = {}
     for kind, paths in kinds.items():
@@ -314,18 +334,31 @@ def _with_repairs(splits: Mapping[str, Split], structure: Structure) -> TensorPl
         )
 
     attentions = {path: one for path, one in structure.attentions.items() if is_split(path)}
-    owners = {path.rpartition(".")[0] for path in splits}
     return TensorPlan(
         splits=splits,
         norms={path: b for path, b in structure.norms.items() if path.rpartition(".")[0] in attentions},
         attentions=attentions,
-        rotary=structure.rotary if attentions else {},
-        counts={
-            path: counts for path, counts in structure.counts.items() if path in owners | set(attentions)
+        rotary={
+            path: table for path, table in structure.rotary.items() if _turns(path, structure, attentions)
         },
-        depthwise={p: b for p, b in structure.depthwise.items() if p.rpartition(".")[0] in owners},
+        counts={path: counts for path, counts in structure.counts.items() if is_split(path)},
+        depthwise={p: b for p, b in structure.depthwise.items() if is_split(p.rpartition(".")[0])},
         experts=structure.experts,
     )
+
+
+def _turns(rotary: str, structure: Structure, attentions: Mapping[str, Attention]) -> bool:
+    """Whether the attentions that take this table are split: all of them, or none."""
+    users = structure.turned[rotary]
+    split = [path for path in users if path in attentions]
+    whole = [path for path in users if path not in attentions]
+    if split and whole:
+        raise Refusal(
+            f"The plan splits the heads of '{split[0]}' and not those of '{whole[0]}'.",
+            f"Both take one table from '{rotary}', which has either all heads or this rank's.",
+            f"Works here: the same styles for the layers of '{_pattern(whole[0])}' as for '{split[0]}'.",
+        )
+    return bool(split)
 
 
 def _check_degree(plan: TensorPlan, degree: int) -> None:

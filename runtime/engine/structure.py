@@ -94,6 +94,7 @@ class Structure:
     norms: dict[str, Block] = field(default_factory=dict)  # norms across all heads
     attentions: dict[str, Attention] = field(default_factory=dict)
     rotary: dict[str, tuple[int, int | None]] = field(default_factory=dict)  # path -> (heads, dim)
+    turned: dict[str, tuple[str, ...]] = field(default_factory=dict)  # rotary path -> attentions that take it
     counts: dict[str, dict[str, Block]] = field(default_factory=dict)  # attributes of other modules
     depthwise: dict[str, tuple[Block, ...]] = field(default_factory=dict)  # convolutions of split channels
     experts: dict[str, Block] = field(default_factory=dict)  # packed experts, by their hidden features
@@ -359,15 +360,18 @@ _RULES = (_attention, _single_stream, _fused_attention, _fused_qkv, _experts, _f
 def _forget_open_ends(found: Structure) -> None:
     """An attention whose heads nobody turns back into the stream stays whole, and so do those beside it.
 
-    Its block uses them in a way of its own: Lumina-Next adds them to the heads of the attention beside it.
+    Its block uses them in a way of its own: Lumina-Next adds them to the heads of the attention beside it, Motif
+    Video's single blocks hand them to one (all of them, before the projection out of both).
     """
     for path in list(found.attentions):
         block = path.rpartition(".")[0]
+        beside = [other for other in found.attentions if other.rpartition(".")[0] == block]
         ends = [s for s in found.splits if s.startswith(f"{path}.") and found.splits[s].style == ROWWISE]
-        if ends or _join(block, "proj_out") in found.splits:
+        if ends or path not in beside or (_join(block, "proj_out") in found.splits and len(beside) == 1):
             continue
-        for other in [p for p in found.attentions if p.rpartition(".")[0] == block]:
+        for other in beside:
             _forget(found, other)
+        _forget_single_stream(found, block)
 
 
 def _forget(found: Structure, path: str) -> None:
@@ -378,14 +382,18 @@ def _forget(found: Structure, path: str) -> None:
     found.attentions.pop(path, None)
 
 
+def _forget_single_stream(found: Structure, path: str) -> None:
+    for name in ("proj_mlp", "proj_out"):
+        found.splits.pop(_join(path, name), None)
+    found.partners = [group for group in found.partners if group[0] != _join(path, "proj_mlp")]
+    found.counts.pop(path, None)
+
+
 def _find_rotary(found: Structure, model: nn.Module) -> None:
     for path, module in model.named_modules():
         dim, names = _ROTARY.get(type(module).__name__, (None, {}))
         wanted = names.get(path)
-        groups = {
-            one.groups
-            for where, one in found.attentions.items()
-            if wanted and where.rpartition(".")[2] == wanted
-        }
+        turned = tuple(where for where in found.attentions if where.rpartition(".")[2] == wanted)
+        groups = {found.attentions[where].groups for where in turned}
         if len(groups) == 1:
-            found.rotary[path] = (groups.pop(), dim)
+            found.rotary[path], found.turned[path] = (groups.pop(), dim), turned

@@ -6,20 +6,17 @@ same ranks, interleaved; seconds are the slowest rank's, memory is what a rank's
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
 
-from tools import ROOT
+from tests.parity.matrix import torchrun
 
 RUNS = 5
 PATHS = ("ours", "upstream", "load_then_shard")
@@ -50,18 +47,10 @@ def rows() -> Iterator[dict[str, object]]:
 
 
 def _rows(folder: Path, directory: Path, tensor: int, size: int) -> Iterator[dict[str, object]]:
-    meeting = directory / f"meeting-{tensor}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(tensor)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting), "--rdzv-conf", "store_type=file"]
-    command += ["--rdzv-id", meeting.name, "-m", "tests.bench.load_rank", str(folder), str(RUNS), *PATHS]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    environment["GLOO_SOCKET_IFNAME"] = "lo"
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, list[dict[str, float]]] = defaultdict(list)
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            run = json.loads(line)
-            found[run.pop("path")].append(run)
+    runs = torchrun(directory, tensor, "tests.bench.load_rank", str(folder), str(RUNS), *PATHS)
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        found[run.pop("path")].append(run)
     for path in PATHS:
         runs = found[path]
         yield {

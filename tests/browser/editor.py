@@ -74,6 +74,11 @@ EMPTY_SPOT = """pixels => {
     }
     return null
 }"""
+ADD_NODE = """([type, below]) => {
+    const [above] = app.graph.findNodesByType(below), node = LiteGraph.createNode(type)
+    node.pos = [above.pos[0], above.pos[1] + above.size[1] + 200]
+    app.graph.add(node)
+}"""
 CLOSE_SIDEBAR = """() => {
     const tabs = app.extensionManager.sidebarTab
     if (tabs.activeSidebarTabId) tabs.toggleSidebarTab(tabs.activeSidebarTabId)
@@ -167,6 +172,10 @@ class Editor:
             expect(box).to_have_count(0)
         shown = self.values()[node_type][name]
         assert str(shown) == value, f"{name} of {node_type} shows {shown!r} after {value!r} was entered"
+
+    def add_node(self, node_type: str, below: str) -> None:
+        """A new node, as from the menu, in the free room under another one."""
+        self.page.evaluate(ADD_NODE, [node_type, below])
 
     def select(self, node_type: str) -> None:
         place = self._place(PLACE_OF_TITLE, node_type)

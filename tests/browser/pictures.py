@@ -1,6 +1,7 @@
 """`python -m tests.browser.pictures`: photographs the shipped workflows after a real run in the real frontend.
 
-Writes workflows/<stem>.jpg, which ComfyUI shows in its template browser, and web/docs/workflow.jpg for the help pages.
+Writes workflows/<stem>.jpg, which ComfyUI shows in its template browser, and two pictures in web/docs for the help
+pages: workflow.jpg, and tensor_plan.jpg, in which a Tensor Plan was added to the first workflow.
 """
 
 from __future__ import annotations
@@ -34,6 +35,27 @@ NODES_ON_SCREEN = f"""() => {{
         edge(Math.max, boxes.map(b => b[1] + b[3]), 1) + {MARGIN},
     ].map(Math.round);
 }}"""
+# A Tensor Plan between the config and the loader; what stands right of it makes room.
+ADD_PLAN = """() => {
+    const graph = window.app.graph, plan = LiteGraph.createNode("ShardedTensorPlan");
+    const [config, load] = ["ShardedParallelConfig", "ShardedLoadPipeline"].map(
+        type => graph.findNodesByType(type)[0]);
+    plan.pos = [load.pos[0], load.pos[1]];
+    plan.size = [460, 330];
+    load.size = [340, load.size[1]];
+    for (const node of graph.nodes) {
+        if (node.pos[0] >= load.pos[0]) node.pos = [node.pos[0] + 500, node.pos[1]];
+    }
+    graph.add(plan);
+    config.connect(0, plan, "parallel_config");
+    plan.connect(0, load, "parallel_config");
+}"""
+KEEP_THE_PLAN = """() => {
+    const kept = ["ShardedParallelConfig", "ShardedTensorPlan", "ShardedLoadPipeline"];
+    for (const node of [...window.app.graph.nodes]) {
+        if (!kept.includes(node.type)) window.app.graph.remove(node);
+    }
+}"""
 RUN_SECONDS = 240
 
 
@@ -46,16 +68,22 @@ def main() -> None:
                 picture.save(ROOT / "workflows" / f"{stem}.jpg", quality=88)
                 if stem == STEMS[0]:
                     picture.save(ROOT / "web" / "docs" / "workflow.jpg", quality=85)
+            picture = _photograph(page, STEMS[0], before=ADD_PLAN, after=KEEP_THE_PLAN)
+            picture.save(ROOT / "web" / "docs" / "tensor_plan.jpg", quality=85)
 
 
-def _photograph(page: Page, stem: str) -> Image.Image:
-    """The canvas with the workflow on it, once its picture has arrived."""
+def _photograph(page: Page, stem: str, before: str = "", after: str = "") -> Image.Image:
+    """The canvas with the workflow on it, once its picture has arrived; `before` and `after` the run change it."""
     load_workflow(page, workflow.load(ROOT / "workflows" / f"{stem}.json"))
+    if before:
+        page.evaluate(before)
     page.evaluate("() => window.app.extensionManager.command.execute('Comfy.QueuePrompt')")
     page.wait_for_function(
         "() => window.app.graph.nodes.some(node => node.imgs?.length && node.imgs[0].complete)",
         timeout=RUN_SECONDS * 1000,
     )
+    if after:
+        page.evaluate(after)
     page.evaluate("() => window.app.extensionManager.command.execute('Comfy.Canvas.FitView')")
     page.wait_for_timeout(1500)  # the view glides there
     shot = Image.open(io.BytesIO(page.screenshot())).convert("RGB").crop(page.evaluate(NODES_ON_SCREEN))

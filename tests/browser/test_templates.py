@@ -211,6 +211,8 @@ def test_cancel_empties_the_queue_and_the_next_run_finds_the_same_ranks(
 
 def test_the_help_button_of_every_node_opens_its_page(editor: Editor) -> None:
     editor.open_template(A_WORKFLOW)
+    (other,) = set(NODES) - set(editor.saved_nodes())  # no workflow of the pack has it
+    editor.add_node(other, below="ShardedDecode")
     editor.pan_down(150)
     for node_type in NODES:
         address = f"/extensions/{editor.pack_folder}/docs/{node_type}.md"

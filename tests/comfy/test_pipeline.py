@@ -20,7 +20,7 @@ from PIL import Image
 from demo_model.pictures import Judge, Scene
 from tests.support.models import FluxSize, make_flux
 from tests.support.processes import listening, wait_until
-from tests.support.workflows import pipeline_prompt
+from tests.support.workflows import add_tensor_plan, pipeline_prompt
 from tools.client import ComfyClient, NodeFailed, PromptInterrupted, Run, Workflow
 from tools.comfy import Server
 
@@ -89,7 +89,9 @@ def test_progress_counts_bytes_and_steps_and_previews_are_pictures(client: Comfy
     assert len(previews) >= 8
     assert Image.open(io.BytesIO(previews[-1].blob)).size[0] >= 12
     said = [e.data["text"] for e in client.events if e.kind == "text" and e.data["node"] == "load"]
-    assert "loaded in" in said[-1], said
+    layout, reason = said[-1].splitlines()
+    assert layout.startswith("tensor 2, ") and " each, loaded in " in layout, said
+    assert reason == "as set on the Parallel Config"
 
 
 def test_an_unchanged_loader_never_loads_twice(client: ComfyClient) -> None:
@@ -121,6 +123,28 @@ def test_unload_models_gives_the_slot_back_and_the_next_prompt_loads_it_again(cl
     again["sample"]["inputs"]["steps"] = 8
     assert picture(client, client.run(again)) == first
     assert ranks(client) == before
+
+
+def test_a_users_own_tensor_plan_gives_the_same_picture(client: ComfyClient) -> None:
+    """First the one that a new node starts with, which is the pack's own; then one that divides much less."""
+
+    def made(plan: str = "") -> tuple[numpy.ndarray, int]:
+        prompt = pipeline_prompt(tensor=2, seed=31)
+        prompt["save"]["inputs"]["filename_prefix"] = f"plan_{len(plan)}"
+        if plan:
+            add_tensor_plan(prompt, plan)
+        pixels = numpy.frombuffer(picture(client, client.run(prompt)), numpy.uint8).astype(int)
+        return pixels, state(client)["groups"][0]["slots"][-1]["weight_bytes"]
+
+    expected, held = made()
+    default = client.object_info("ShardedTensorPlan")["input"]["required"]["plan"][1]["default"]
+    pixels, held_by_default = made(default)
+    assert (pixels == expected).all() and held_by_default == held
+    blocks = "single_transformer_blocks.*"
+    small = {f"{blocks}.attn.to_{name}": "colwise" for name in "qkv"} | {f"{blocks}.proj_mlp": "colwise"}
+    pixels, held_by_small = made(json.dumps(small | {f"{blocks}.proj_out": {"packed_rowwise": [1, 4]}}))
+    assert abs(pixels - expected).max() <= 1, "more than the rounding to 8 bits"
+    assert held_by_small > held
 
 
 # ---- cancel

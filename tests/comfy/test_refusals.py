@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.models import make_flux
-from tests.support.workflows import pipeline_prompt
+from tests.support.workflows import add_tensor_plan, pipeline_prompt
 from tools.base_directory import BaseDirectory
 from tools.client import ComfyClient, NodeFailed, PromptRejected
 from tools.comfy import Server
@@ -179,6 +179,53 @@ def test_devices_that_do_not_exist_are_refused_before_the_queue(
 ) -> None:
     with pytest.raises(PromptRejected, match=message):
         client.run(_prompt(devices=devices))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("", "holds no keys"),
+        ("{", "is no JSON"),
+        ('{"transformer_blocks.*.ff.net.2": "row"}', 'is "row"'),
+        ('{"transformer_blocks.*.ff.net.*": "colwise"}', "has more than one *"),
+    ],
+)
+def test_a_malformed_tensor_plan_is_refused_before_the_queue(
+    client: ComfyClient, plan: str, message: str
+) -> None:
+    with pytest.raises(PromptRejected) as caught:
+        client.run(_prompt(lambda prompt: add_tensor_plan(prompt, plan)))
+    (report,) = caught.value.node_errors.values()
+    (error,) = report["errors"]
+    assert report["class_type"] == "ShardedTensorPlan"
+    assert error["extra_info"]["input_name"] == "plan"
+    lines = error["details"].removeprefix("plan - ").splitlines()
+    assert len(lines) == 3 and message in lines[0], lines
+
+
+@pytest.mark.parametrize(
+    ("plan", "message", "mend"),
+    [
+        (
+            '{"transformer_blocks.*.attn.to_kq": "colwise"}',
+            "'transformer_blocks.*.attn.to_kq' matches nothing in FluxTransformer2DModel",
+            "transformer_blocks.*.attn.to_k",
+        ),
+        (
+            '{"transformer_blocks.*.ff.net.0.proj": "colwise"}',
+            "'transformer_blocks.0.ff.net.2' must be rowwise",
+            '"transformer_blocks.*.ff.net.2": "rowwise"',
+        ),
+    ],
+)
+def test_a_tensor_plan_that_the_model_cannot_follow_is_refused_on_the_loader(
+    client: ComfyClient, plan: str, message: str, mend: str
+) -> None:
+    with pytest.raises(NodeFailed) as caught:
+        client.run(_prompt(lambda prompt: add_tensor_plan(prompt, plan)))
+    assert caught.value.node_type == "ShardedLoadPipeline"
+    what, why, instead = caught.value.message.splitlines()
+    assert message in what and why and mend in instead
 
 
 def test_a_missing_model_is_comfyuis_own_message(client: ComfyClient) -> None:

@@ -13,7 +13,13 @@ from tests.support.models import DEMO, FluxSize, make_flux
 from tests.support.reference import Run, max_rel, reference_latents, reference_pipeline
 
 Degrees = dict[str, int]
-LAYOUTS: tuple[Degrees, ...] = ({"tensor": 2}, {"tensor": 4}, {"ulysses": 2}, {"ulysses": 4})
+LAYOUTS: tuple[Degrees, ...] = (
+    {"tensor": 2},
+    {"tensor": 3},
+    {"tensor": 4},
+    {"ulysses": 2},
+    {"ulysses": 4},
+)
 TOLERANCE = 1e-4  # latents after 8 steps in fp32
 
 
@@ -41,6 +47,13 @@ FAMILIES = (
         Run(width=144, height=80, seed=9),
         FluxSize(heads=6, double_blocks=1),
         ({"tensor": 2}, {"tensor": 3}, {"tensor": 6}),
+    ),
+    # Heads that no degree divides: 7 over 2, 3, 5 and 7 ranks.
+    Family(
+        "flux-uneven",
+        Run(width=112, height=80, seed=4, batch_size=2),
+        FluxSize(heads=7, double_blocks=1),
+        ({"tensor": 2}, {"tensor": 3}, {"tensor": 5}, {"tensor": 7}),
     ),
     Family(
         "flux-eight",

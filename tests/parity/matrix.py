@@ -10,8 +10,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tools import ROOT
 
 CASES = {case.name: case for case in (*IMAGE_CASES, *VIDEO_CASES)}
 TOLERANCE = 5e-6  # one forward in fp32
+NOTICEABLE = 100  # a wrong split must move the result by so many tolerances
 # A layout is the shares of the tensor axis: 2, 3 and 4 equal ranks, and two cards of which one is twice the other.
 LAYOUTS: tuple[tuple[int, ...], ...] = ((1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 1))
 # What each rule of the planner needs once; the whole matrix is `make matrix`.
@@ -39,6 +41,17 @@ SELECTION = (
     *("ZImageTransformer2DModel", "Lumina2Transformer2DModel", "MochiTransformer3DModel"),
     *("SanaTransformer2DModel", "HiDreamImageTransformer2DModel", "HunyuanVideoTransformer3DModel"),
 )
+
+
+def passes(row: Mapping[str, Any]) -> bool:
+    """Whether a row is right, and shows that it would have noticed a wrong split."""
+    return "error" not in row and row["max_rel"] <= TOLERANCE and row["wrong_split"] >= NOTICEABLE * TOLERANCE
+
+
+def as_text(row: Mapping[str, Any]) -> str:
+    if "error" in row:
+        return "{family:42} {layout:24} {error}".format(**row)
+    return "{family:42} {layout:24} max_rel {max_rel:.1e} (a wrong split: {wrong_split:.1e})".format(**row)
 
 
 def layout_name(shares: Sequence[int]) -> str:
@@ -100,15 +113,12 @@ def write(case: ModelCase, seed: int, directory: Path) -> Written:
     return Written(case.name, difference(outputs(case.run(model, inputs)), expected)[0])
 
 
-def run_ranks(
-    directory: Path, names: Sequence[str], shares: Sequence[int], seed: int
-) -> Iterator[dict[str, Any]]:
-    """Load and run `names` from `directory` on a group of ranks; one row each."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(len(shares))]
-    meeting = directory / f"meeting-{'-'.join(map(str, shares))}"
+def torchrun(directory: Path, ranks: int, module: str, *arguments: str) -> Iterator[dict[str, Any]]:
+    """The JSON lines that the ranks of a group running `module` print."""
+    meeting = Path(tempfile.mkdtemp(dir=directory)) / "meeting"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting), "--rdzv-conf", "store_type=file"]
-    command += ["--rdzv-id", meeting.name, "-m", "tests.parity.rank"]
-    command += [str(directory), str(seed), ",".join(map(str, shares)), *names]
+    command += ["--rdzv-id", "matrix", "-m", module, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -127,7 +137,8 @@ def rows(
     """A row per (class, layout)."""
     written = {name: write(CASES[name], seed, directory) for name in names}
     for shares in layouts:
-        for row in run_ranks(directory, names, shares, seed):
+        arguments = (str(directory), str(seed), ",".join(map(str, shares)), *names)
+        for row in torchrun(directory, len(shares), "tests.parity.rank", *arguments):
             yield {
                 "family": row["family"],
                 "layout": layout_name(shares),

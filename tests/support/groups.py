@@ -14,9 +14,10 @@ from runtime.spec import Decode, Encode, ParallelConfig, ParallelSpec, Sample
 from tests.support.reference import Run
 
 
-def layout_of(**degrees: int) -> ParallelConfig:
+def layout_of(*, shares: tuple[int, ...] = (), tensor_plan: str = "", **degrees: int) -> ParallelConfig:
     """An explicit layout on CPU ranks."""
-    return ParallelConfig(strategy="manual", degrees=ParallelSpec(**degrees), devices="cpu")
+    spec = ParallelSpec(tensor_shares=shares, **degrees)
+    return ParallelConfig(strategy="manual", degrees=spec, devices="cpu", tensor_plan=tensor_plan)
 
 
 def make_slot(folder: Path, config: ParallelConfig, dtype: str = "auto") -> Slot:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.engine.backend import Backend
+from runtime.engine.checkpoints.folder import open_folder
+from runtime.engine.loading import empty_model
 from runtime.engine.pipelines import PipelineSlot
 from runtime.engine.plans import tensor_plan
 from runtime.environment import rank_environment
@@ -67,11 +69,9 @@ def main() -> None:
 
 
 def _plan_names(slot: PipelineSlot, degree: int) -> set[str]:
-    from diffusers import FluxTransformer2DModel
-
-    from runtime.engine.loading import empty_model
-
-    return set(tensor_plan(empty_model(FluxTransformer2DModel, slot.folder / "transformer"), degree))
+    checkpoint = open_folder(slot.folder / "transformer")
+    model = empty_model(checkpoint.model_class, checkpoint.config)
+    return set(tensor_plan(model, (1,) * degree).shards(model))
 
 
 def _whole_parts(slot: PipelineSlot) -> list[torch.nn.Module]:

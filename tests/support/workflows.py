@@ -48,3 +48,10 @@ def pipeline_prompt(
         "save": {"images": ["decode", 0], "filename_prefix": "sharded"},
     }
     return {name: {"class_type": NODES[name], "inputs": values} for name, values in inputs.items()}
+
+
+def add_tensor_plan(prompt: dict[str, dict[str, Any]], plan: str) -> None:
+    """Put a Tensor Plan node, "plan", between config and load."""
+    inputs = {"plan": plan, "parallel_config": ["config", 0]}
+    prompt["plan"] = {"class_type": "ShardedTensorPlan", "inputs": inputs}
+    prompt["load"]["inputs"]["parallel_config"] = ["plan", 0]

@@ -1,0 +1,62 @@
+"""Loads a transformer on the ranks of a torchrun and writes what each of them needed.
+
+Arguments: a single file or a folder, the dtype to hold it in, the output directory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from runtime.engine.backend import Backend
+from runtime.engine.checkpoints.folder import open_folder
+from runtime.engine.checkpoints.single_file import open_single_file
+from runtime.engine.denoiser import load_transformer, plan_transformer
+from runtime.engine.loading import SliceRead
+from runtime.engine.mesh import build_mesh
+from runtime.environment import rank_environment
+from runtime.spec import ParallelSpec
+from tests.support.load_probe import Peak
+
+
+def main() -> None:
+    source, dtype, output = Path(sys.argv[1]), getattr(torch, sys.argv[2]), Path(sys.argv[3])
+    place = rank_environment()
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo")
+    backend = Backend(torch.device("cpu"), place)
+    mesh = build_mesh(ParallelSpec(tensor=place.world_size), "cpu")
+    slices: list[SliceRead] = []
+    with Peak(backend) as memory:
+        start = time.perf_counter()
+        checkpoint = open_folder(source) if source.is_dir() else open_single_file(source)
+        planned = plan_transformer(checkpoint, ParallelSpec(tensor=place.world_size), mesh)
+        model = load_transformer(
+            planned,
+            backend,
+            dtype,
+            on_bytes=lambda _: None,
+            cancelled=lambda: False,
+            on_slice=slices.append,
+        )
+        seconds = time.perf_counter() - start
+        time.sleep(0.05)
+    report = {
+        "grown_at_peak": memory.peak - memory.start,
+        "held": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        "largest_slice": max(one.read for one in slices) * dtype.itemsize,
+        "stored": sum(one.stored for one in slices) * dtype.itemsize,
+        "seconds": seconds,
+    }
+    (output / f"{place.rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
