@@ -36,6 +36,7 @@ _WEIGHTS = {
     "text_encoder": "model",
     "text_encoder_2": "model",
 }
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".flashpack")
 _MOST_HEADS = 4096  # far beyond any model: a number from a file must not keep the planner counting
 _DEFAULT_HEADS = {"FluxTransformer2DModel": 24}  # what diffusers takes where a config does not say
 _GROUP_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -219,9 +220,7 @@ def _headers(folder: Path, component: str) -> list[Header]:
     files = _weight_files(folder, component)
     for file in files:
         if not file.is_file():
-            others = sorted(
-                f.name for f in folder.glob("*") if f.suffix in (".bin", ".pt", ".ckpt", ".safetensors")
-            )
+            others = sorted(f.name for f in folder.glob("*") if f.suffix in (*_OTHER_WEIGHTS, ".safetensors"))
             raise Refusal(
                 f"The {component} has no file {_line(file.name)}.",
                 f"Weights are read from safetensors files under their usual names; there {_lie(others)}.",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..spec import ParallelSpec
+from ..spec import ParallelSpec, Refusal
 from .backend import Backend
 from .checkpoints.source import Checkpoint
 from .loading import SliceRead, bytes_to_read, check_sources, empty_model, read_weights
@@ -66,4 +66,62 @@ def load_transformer(
     )
     if planned.plan is not None:
         apply_plan(planned.model, planned.plan, planned.ranks)
+        _refuse_calls_on_parts(planned.model)
     return planned.model
+
+
+# Methods of diffusers' models that would act on this rank's part as if it were the whole, without a word.
+_NEED_THE_WHOLE = {
+    "save_pretrained": (
+        "be saved",
+        "this rank's part would be written as if it were the model",
+        "copy its files",
+    ),
+    "load_lora_adapter": (
+        "take a LoRA",
+        "the LoRA's matrices are those of whole weights",
+        "merge it into the file",
+    ),
+    "add_adapter": (
+        "take an adapter",
+        "the adapter's matrices are those of whole weights",
+        "merge it into the file",
+    ),
+    "fuse_qkv_projections": (
+        "fuse its projections",
+        "their parts are cut each on its own",
+        "leave them as they are",
+    ),
+    "enable_layerwise_casting": (
+        "be cast layer by layer",
+        "its layers wait for other ranks",
+        "a smaller dtype",
+    ),
+    "enable_group_offload": (
+        "be offloaded in groups",
+        "its layers wait for other ranks",
+        "a larger tensor degree",
+    ),
+    "enable_parallelism": (
+        "be divided again",
+        "it is already divided",
+        "set the degrees before it is loaded",
+    ),
+}
+
+
+def _refuse_calls_on_parts(model: torch.nn.Module) -> None:
+    for name, (what, why, instead) in _NEED_THE_WHOLE.items():
+        if not hasattr(model, name):
+            continue
+
+        def refuse(
+            *_: object, what: str = what, why: str = why, instead: str = instead, **__: object
+        ) -> None:
+            raise Refusal(
+                f"A {type(model).__name__} that is divided over the tensor axis cannot {what}.",
+                f"Every rank holds a part of each weight: {why}.",
+                f"Works instead: {instead}.",
+            )
+
+        setattr(model, name, refuse)

@@ -19,6 +19,11 @@ _MAGIC = (
 _SUFFIXES = {
     ".gguf": _MAGIC[0],
     **dict.fromkeys((".ckpt", ".pt", ".pth", ".bin"), _MAGIC[1]),
+    ".flashpack": (
+        b"",
+        "a FlashPack file",
+        "It is one flat buffer, of which a rank could not read its part only.",
+    ),
 }
 # Keys that only one kind of file has; the first that matches names it. Adapters repeat keys of the model they are for.
 _ADAPTERS = (
