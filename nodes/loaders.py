@@ -68,8 +68,8 @@ class LoadPipeline(io.ComfyNode):
                 "Pipelines are folders with a model_index.json in ComfyUI's diffusers model folders.",
                 f"There are: {', '.join(comfy_host.pipeline_folders()) or 'none'}.",
             )
-        facts = planner.check_pipeline(path)
         config = parallel_config or ParallelConfig()
+        facts = planner.check_pipeline(path, config)
         layout = planner.plan(facts, config, dtype=dtype)
         if config.devices != "cpu" and comfy_host.gpus_without_names(layout.devices):
             raise Refusal(

@@ -63,11 +63,9 @@ def accept(situation: Situation, spec: ParallelSpec, reason: str) -> Layout:
 
 
 def has_plan(situation: Situation, axis: str) -> bool:
-    """Whether the model can be divided on this axis: verified here, or under the user's own tensor plan."""
-    name = situation.facts.transformer_class
-    if axis == "tensor":
-        return bool(situation.tensor_plan) or name in TENSOR_CLASSES
-    return name in CONTEXT_CLASSES
+    """Whether the model was verified on this axis. A user's own plan changes what is divided, not what is verified."""
+    classes = TENSOR_CLASSES if axis == "tensor" else CONTEXT_CLASSES
+    return situation.facts.transformer_class in classes
 
 
 def _problem(situation: Situation, spec: ParallelSpec) -> Problem | None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .plan_text import read_plan_text
 from .safetensors_header import Header, read_header
 from .spec import ModelFacts, Refusal
 
@@ -51,10 +52,13 @@ _DTYPES = {
 }
 
 
-def inspect_pipeline(path: Path) -> ModelFacts:
-    """Read and check a pipeline folder. Raises Refusal."""
+def inspect_pipeline(path: Path, tensor_plan: str = "") -> ModelFacts:
+    """Read and check a pipeline folder; what the tensor axis divides is told by a user's own plan if there is one.
+
+    Raises Refusal.
+    """
     try:
-        return _inspect(path)
+        return _inspect(path, tensor_plan)
     except OSError as error:
         raise Refusal(
             f"'{_line(path.name)}' cannot be read.",
@@ -63,7 +67,7 @@ def inspect_pipeline(path: Path) -> ModelFacts:
         ) from error
 
 
-def _inspect(path: Path) -> ModelFacts:
+def _inspect(path: Path, tensor_plan: str) -> ModelFacts:
     name = _line(path.name)
     index = _json(path / "model_index.json", f"'{name}' is not a diffusers pipeline folder.")
     pipeline = index.get("_class_name")
@@ -96,7 +100,7 @@ def _inspect(path: Path) -> ModelFacts:
         head_groups=head_groups,
         tokens=_TOKENS[pipeline],
         transformer_bytes=sizes["transformer"],
-        split_bytes=sum(map(_split_bytes, headers["transformer"])),
+        split_bytes=sum(_split_bytes(header, _divided(tensor_plan)) for header in headers["transformer"]),
         encoder_bytes=sizes["text_encoder"] + sizes["text_encoder_2"],
         vae_bytes=sizes["vae"],
         stored_dtype=_stored_dtype(name, headers["transformer"]),
@@ -233,11 +237,19 @@ def _lie(names: list[str]) -> str:
     return f"is only {', '.join(map(_line, names))}" if names else "are no weights at all"
 
 
-def _split_bytes(header: Header) -> int:
-    """Bytes of the matrices inside numbered blocks, modulation included: what the tensor axis divides."""
-    return sum(
-        entry.nbytes for entry in header.entries if _IN_A_BLOCK.search(entry.key) and len(entry.shape) > 1
-    )
+def _divided(tensor_plan: str) -> re.Pattern[str]:
+    """The names of the weights that the tensor axis divides.
+
+    Without a plan of the user's: the matrices inside numbered blocks, modulation included.
+    """
+    if not tensor_plan:
+        return _IN_A_BLOCK
+    keys = (re.escape(entry.key).replace(r"\*", r"\d+") for entry in read_plan_text(tensor_plan))
+    return re.compile(rf"^({'|'.join(keys)})\.weight$")
+
+
+def _split_bytes(header: Header, divided: re.Pattern[str]) -> int:
+    return sum(entry.nbytes for entry in header.entries if divided.search(entry.key) and len(entry.shape) > 1)
 
 
 def _stored_dtype(model: str, headers: Iterable[Header]) -> str:

@@ -77,9 +77,9 @@ def model_version(path: Path) -> str:
     return folder_version(path)
 
 
-def check_pipeline(path: Path) -> ModelFacts:
+def check_pipeline(path: Path, config: ParallelConfig | None = None) -> ModelFacts:
     """What the pipeline folder holds. Raises Refusal for anything that cannot be loaded."""
-    return inspect_pipeline(path)
+    return inspect_pipeline(path, config.tensor_plan if config else "")
 
 
 def model_spec(facts: ModelFacts, dtype: str, layout: Layout) -> ModelSpec:

@@ -118,7 +118,7 @@ def apply_plan(model: nn.Module, plan: TensorPlan, ranks: Ranks) -> None:
     for path, blocks in plan.depthwise.items():
         module = model.get_submodule(path)
         _tell_sizes(module)
-        module.groups = Shard(0, blocks).length(ranks.rank, ranks.shares)  # type: ignore[assignment]
+        module.groups = Shard(0, blocks).length(ranks.rank, ranks.shares)
     for path in plan.experts:
         sum_output(model, path, ranks)
     for path, block in plan.norms.items():
@@ -186,7 +186,7 @@ def _found(model: nn.Module, key: str) -> list[str]:
     if not star:
         return [key] if _has(model, key) else []
     owner = before.removesuffix(".")
-    count = len(model.get_submodule(owner)) if _has(model, owner) else 0  # type: ignore[arg-type]
+    count = len(model.get_submodule(owner)) if _has(model, owner) else 0
     return [path for number in range(count) if _has(model, path := f"{owner}.{number}{after}")]
 
 
@@ -315,10 +315,10 @@ def _large_rest(model: nn.Module, splits: Mapping[str, Split], degree: int) -> d
     for kind, paths in kinds.items():
         weights = [model.get_submodule(path).weight for path in paths]
         limit = LARGE_IN_BLOCKS if ".*" in kind else LARGE
-        if sum(weight.numel() for weight in weights) < limit * total:  # type: ignore[misc, operator]
+        if sum(weight.numel() for weight in weights) < limit * total:
             continue
         for path, weight in zip(paths, weights, strict=True):
-            block = hidden(weight.shape[0])  # type: ignore[index]
+            block = hidden(weight.shape[0])
             if block.units >= degree:
                 found[path] = Split(GATHERED, (block,))
     return found

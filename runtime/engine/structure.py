@@ -218,7 +218,7 @@ def _single_stream(found: Structure, path: str, module: nn.Module) -> bool:
     query = _linear(getattr(module, "attn", nn.Identity()), "to_q")
     if into is None or out is None or query is None:
         return False
-    heads = _heads(module.attn, query.out_features)  # type: ignore[arg-type]
+    heads = _heads(module.attn, query.out_features)
     rest = out.in_features - query.out_features
     if not heads or rest <= 0 or into.out_features not in (rest, 2 * rest):
         return False
@@ -259,10 +259,10 @@ def _fused_qkv(found: Structure, path: str, module: nn.Module) -> bool:
         if not all(isinstance(one, nn.Linear) for one in (*into.values(), *out.values())):
             continue
         inner = next(iter(out.values())).in_features  # type: ignore[union-attr]
-        heads = _heads(module, inner)  # type: ignore[arg-type]
-        if not heads or any(one.out_features != parts[name] * inner for name, one in into.items()):  # type: ignore[union-attr,operator]
+        heads = _heads(module, inner)
+        if not heads or any(one.out_features != parts[name] * inner for name, one in into.items()):  # type: ignore[union-attr]
             return False
-        block = Block(inner, heads)  # type: ignore[arg-type]
+        block = Block(inner, heads)
         found.splits |= {_join(path, name): Split(COLWISE, (block,) * count) for name, count in parts.items()}
         found.splits |= {_join(path, name): Split(ROWWISE, (block,)) for name in outs}
         found.partners.append(tuple(_join(path, name) for name in (*parts, *outs)))
@@ -312,7 +312,7 @@ def _is_feed_forward(module: nn.Module, names: tuple[str, ...], last: str) -> bo
     gates = {1, 2} if len(into) == 1 and names != ("0",) else {1}
     return all(
         one.out_features // out.in_features in gates  # type: ignore[union-attr]
-        and one.out_features % out.in_features == 0  # type: ignore[union-attr,operator]
+        and one.out_features % out.in_features == 0  # type: ignore[union-attr]
         and (len(into) == 1 or one.in_features == out.out_features)  # type: ignore[union-attr]
         for one in into
     )
@@ -329,9 +329,9 @@ def _add_feed_forward(
     found: Structure, path: str, module: nn.Module, names: tuple[str, ...], last: str
 ) -> None:
     out = module.get_submodule(last)
-    block = hidden(out.in_features)  # type: ignore[arg-type]
+    block = hidden(out.in_features)
     for name in names:
-        parts = module.get_submodule(name).out_features // out.in_features  # type: ignore[operator]
+        parts = module.get_submodule(name).out_features // out.in_features
         found.splits[_join(path, name)] = Split(COLWISE, (block,) * parts)
     found.splits[_join(path, last)] = Split(ROWWISE, (block,))
     found.partners.append(tuple(_join(path, name) for name in (*names, last)))
@@ -377,7 +377,7 @@ def _forget_open_ends(found: Structure) -> None:
 def _forget(found: Structure, path: str) -> None:
     for table in (found.splits, found.norms):
         for name in [one for one in table if one.startswith(f"{path}.")]:
-            del table[name]  # type: ignore[attr-defined]
+            del table[name]
     found.partners = [group for group in found.partners if not group[0].startswith(f"{path}.")]
     found.attentions.pop(path, None)
 

@@ -133,7 +133,7 @@ class RowSplitLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         parameters = self._parameters  # looking an attribute up takes a module longer
-        output = torch.nn.functional.linear(input, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+        output = torch.nn.functional.linear(input, parameters["weight"], parameters["bias"])
         if _is_compiling():
             return self.ranks.sum(output)
         self._all_reduce([output], _SUM).wait()
@@ -209,7 +209,7 @@ class AcrossHeadsNorm(torch.nn.Module):
         self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
         self.features, self.ranks = features, ranks
         self.centred = isinstance(norm, torch.nn.LayerNorm)
-        self.eps: float | None = norm.eps  # type: ignore[assignment]
+        self.eps: float | None = norm.eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()

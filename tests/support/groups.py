@@ -21,7 +21,7 @@ def layout_of(*, shares: tuple[int, ...] = (), tensor_plan: str = "", **degrees:
 
 
 def make_slot(folder: Path, config: ParallelConfig, dtype: str = "auto") -> Slot:
-    facts = planner.check_pipeline(folder)
+    facts = planner.check_pipeline(folder, config)
     layout = planner.plan(facts, config, cards=(), dtype=dtype)
     return GROUPS.slot(layout, planner.model_spec(facts, dtype, layout))
 

@@ -50,7 +50,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         ("enable_parallelism", "cannot be divided again"),
     ],
 )
-def test_calls_that_need_the_whole_model_are_refused(model: Any, tmp_path: Path, name: str, said: str) -> None:
-    with refused(f"A FluxTransformer2DModel that is divided over the tensor axis {said}", "part of each weight"):
+def test_calls_that_need_the_whole_model_are_refused(
+    model: Any, tmp_path: Path, name: str, said: str
+) -> None:
+    with refused(
+        f"A FluxTransformer2DModel that is divided over the tensor axis {said}", "part of each weight"
+    ):
         getattr(model, name)(tmp_path)
     assert not list(tmp_path.iterdir())

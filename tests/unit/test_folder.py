@@ -91,6 +91,13 @@ def test_bytes_the_tensor_axis_divides_are_the_matrices_of_the_blocks(folder: Pa
     (folder / TRANSFORMER).write_bytes(safetensors(entries(divided | whole)))
     expected = 2 * (16 * 16 + 96 * 16 + 48 * 16 + 16 * 64 + 8 * 8)
     assert inspect_pipeline(folder).split_bytes == expected
+    plan = {
+        "transformer_blocks.*.norm1.linear": "colwise_gathered",
+        "single_transformer_blocks.3.proj_out": "rowwise",
+        "x_embedder": "colwise_gathered",
+    }
+    expected = 2 * (96 * 16 + 16 * 64 + 16 * 8)
+    assert inspect_pipeline(folder, json.dumps(plan)).split_bytes == expected
 
 
 def test_heads_default_to_those_of_diffusers(folder: Path) -> None:

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from runtime import planner
-from runtime.accept import TENSOR_CLASSES
 from runtime.devices import default_cpu_ranks
 from runtime.spec import Device, Layout, ModelFacts, ParallelConfig, ParallelSpec, Refusal, divide
 from tests.support.mocks import GIB, mock_cards, mock_facts
@@ -548,13 +547,19 @@ def test_manual_degrees_that_have_no_room_are_refused_with_the_card(
 
 @pytest.mark.parametrize("strategy", ADAPTIVE)
 @pytest.mark.parametrize("gib", [10, 30])
-@pytest.mark.parametrize("name", [*sorted(TENSOR_CLASSES)[:1], "NewTransformer2DModel"])
-def test_a_tensor_plan_asks_for_the_tensor_axis(strategy: str, gib: int, name: str) -> None:
-    """Also of a class that no plan here was verified for: that is what it is for."""
+def test_a_tensor_plan_asks_for_the_tensor_axis(strategy: str, gib: int) -> None:
     config = ParallelConfig(strategy=strategy, tensor_plan=PLAN)
-    layout = planned(mock_facts(gib, transformer_class=name), config, mock_cards(24, 24))
+    layout = planned(mock_facts(gib), config, mock_cards(24, 24))
     assert layout.spec == ParallelSpec(tensor=2, tensor_plan=PLAN)
     assert "tensor plan" in layout.reason
+
+
+def test_a_tensor_plan_opens_no_class_that_was_never_verified() -> None:
+    facts = mock_facts(transformer_class="NewTransformer2DModel")
+    adaptive = ParallelConfig(strategy="auto", tensor_plan=PLAN)
+    assert planned(facts, adaptive, mock_cards(24, 24)).spec == ParallelSpec()
+    with refused("NewTransformer2DModel cannot run with tensor 2", "verified", "Works instead: one rank"):
+        planner.plan(facts, manual(tensor=2, plan=PLAN), mock_cards(24, 24))
 
 
 @pytest.mark.parametrize("config", [*ADAPTIVE, "manual"])
