@@ -66,7 +66,7 @@ def check_sources(model: torch.nn.Module, sources: Sources) -> None:
     missing = sorted(parameters - set(sources))
     if missing:
         raise Refusal(
-            f"The weight files lack {_count(missing)}.",
+            f"The weight files lack {_count(missing).rstrip(',')}.",
             f"{type(model).__name__} needs every one of its {len(parameters)} parameters.",
             "Download the model's files again; all parts of a model in several files are needed.",
         )

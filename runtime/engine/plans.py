@@ -31,6 +31,7 @@ from .structure import (
     Structure,
     hidden,
     read_structure,
+    submodule,
 )
 from .tensor import (
     AcrossHeadsNorm,
@@ -56,6 +57,7 @@ class TensorPlan:
 
     splits: Mapping[str, Split]
     norms: Mapping[str, Block]
+    per_head: Mapping[str, Block]
     attentions: Mapping[str, Attention]
     rotary: Mapping[str, tuple[int, int | None]]
     counts: Mapping[str, Mapping[str, Block]]
@@ -72,6 +74,7 @@ class TensorPlan:
         for path, blocks in (*((p, (b,)) for p, b in self.norms.items()), *self.depthwise.items()):
             for name, _ in model.get_submodule(path).named_parameters():
                 found[f"{path}.{name}"] = Shard(0, blocks)
+        found |= {name: Shard(0, (block,)) for name, block in self.per_head.items()}
         for path, block in self.experts.items():
             found[f"{path}.gate_up_proj"] = Shard(2, (block, block))
             found[f"{path}.down_proj"] = Shard(1, (block,))
@@ -191,10 +194,7 @@ def _found(model: nn.Module, key: str) -> list[str]:
 
 
 def _has(model: nn.Module, path: str) -> bool:
-    try:
-        return model.get_submodule(path) is not None
-    except AttributeError:
-        return False
+    return submodule(model, path) is not None
 
 
 def _no_match(model: nn.Module, key: str) -> list[str]:
@@ -337,6 +337,7 @@ def _with_repairs(splits: Mapping[str, Split], structure: Structure) -> TensorPl
     return TensorPlan(
         splits=splits,
         norms={path: b for path, b in structure.norms.items() if path.rpartition(".")[0] in attentions},
+        per_head={name: b for name, b in structure.per_head.items() if name.rpartition(".")[0] in attentions},
         attentions=attentions,
         rotary={
             path: table for path, table in structure.rotary.items() if _turns(path, structure, attentions)

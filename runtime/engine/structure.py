@@ -92,6 +92,7 @@ class Structure:
 
     splits: dict[str, Split] = field(default_factory=dict)
     norms: dict[str, Block] = field(default_factory=dict)  # norms across all heads
+    per_head: dict[str, Block] = field(default_factory=dict)  # parameters with one number for each head
     attentions: dict[str, Attention] = field(default_factory=dict)
     rotary: dict[str, tuple[int, int | None]] = field(default_factory=dict)  # path -> (heads, dim)
     turned: dict[str, tuple[str, ...]] = field(default_factory=dict)  # rotary path -> attentions that take it
@@ -168,42 +169,51 @@ def _counts(module: nn.Module, groups: int) -> dict[str, Block]:
 
 
 def _attention(found: Structure, path: str, module: nn.Module) -> bool:
+    """Separate projections of query, key and value. What is not understood in full stays whole."""
     projections = [[_linear(module, name) for name in names] for names in _QUERIES]
-    query, key, _ = next((found for found in projections if all(found)), (None, None, None))
+    query, key, _ = next((three for three in projections if all(three)), (None, None, None))
     if query is None or key is None:
         return False
-    heads = _heads(module, query.out_features)
-    groups = _number(module, _GROUP_COUNTS)
-    if heads and groups is None:
-        width = query.out_features // heads
-        groups = key.out_features // width if key.out_features % width == 0 else None
+    heads, groups = _grouping(module, query, key)
     into = {name: one for name in _INTO_HEADS if (one := _linear(module, name)) is not None}
     outputs = dict(_outputs(module))
-    if not heads or not groups or heads % groups or _returns_heads(module):
+    widths = [one.out_features for one in into.values()] + [one.in_features for one in outputs.values()]
+    if not groups or any(width % groups for width in widths) or _returns_heads(module):
         return True
-    if any(one.out_features % groups for one in into.values()):
-        return True
-    if any(one.in_features % groups for one in outputs.values()):
-        return True
+    own = {name: one for name, one in module.named_parameters(recurse=False) if one.numel() > 1}
+    norms = _norms(module)
+    across = {query.out_features, key.out_features} - {query.out_features // heads}
+    known = across | {1, query.out_features // heads}
+    if any(tuple(one.shape) != (heads,) for one in own.values()) or set(norms.values()) - known:
+        return True  # nobody knows what it is multiplied with
     for name, one in into.items():
         found.splits[_join(path, name)] = Split(COLWISE, (Block(one.out_features, groups),))
     for name, one in outputs.items():
         found.splits[_join(path, name)] = Split(ROWWISE, (Block(one.in_features, groups),))
     found.partners.append(tuple(_join(path, name) for name in (*into, *outputs)))
+    found.per_head |= {_join(path, name): Block(heads, groups) for name in own}
+    found.norms |= {_join(path, name): Block(size, groups) for name, size in norms.items() if size in across}
     counts = _counts(module, groups)
-    if getattr(module, "out_dim", None) == query.out_features:
-        counts["out_dim"] = Block(
-            query.out_features, groups
-        )  # some processors read the width of all heads here
+    if getattr(module, "out_dim", None) == query.out_features:  # some processors take it for all heads' width
+        counts["out_dim"] = Block(query.out_features, groups)
     found.attentions[path] = Attention(groups, counts)
-    width = query.out_features // heads
-    for name in _NORMS:
-        weight = getattr(getattr(module, name, None), "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or weight.numel() == width:
-            continue
-        if weight.numel() in (query.out_features, key.out_features):
-            found.norms[_join(path, name)] = Block(weight.numel(), groups)
     return True
+
+
+def _grouping(module: nn.Module, query: nn.Linear, key: nn.Linear) -> tuple[int, int]:
+    """Query heads, and groups of them that share a key and a value; (0, 0) if the module's numbers do not fit."""
+    heads = _heads(module, query.out_features) or 0
+    groups = _number(module, _GROUP_COUNTS)
+    if heads and groups is None:
+        width = query.out_features // heads
+        groups = key.out_features // width if key.out_features % width == 0 else 0
+    return (heads, groups) if heads and groups and heads % groups == 0 else (0, 0)
+
+
+def _norms(module: nn.Module) -> dict[str, int]:
+    """The norms of queries and keys that have a weight, and its size."""
+    weights = {name: getattr(getattr(module, name, None), "weight", None) for name in _NORMS}
+    return {name: one.numel() for name, one in weights.items() if isinstance(one, torch.Tensor)}
 
 
 def _returns_heads(module: nn.Module) -> bool:
@@ -255,7 +265,7 @@ def _fused_attention(found: Structure, path: str, module: nn.Module) -> bool:
 def _fused_qkv(found: Structure, path: str, module: nn.Module) -> bool:
     for parts, outs in _FUSED_QKV:
         into = {name: _linear(module, name) for name in parts}
-        out = {name: _submodule(module, name) for name in outs}
+        out = {name: submodule(module, name) for name in outs}
         if not all(isinstance(one, nn.Linear) for one in (*into.values(), *out.values())):
             continue
         inner = next(iter(out.values())).in_features  # type: ignore[union-attr]
@@ -295,18 +305,19 @@ def _feed_forward(found: Structure, path: str, module: nn.Module) -> bool:
     return False
 
 
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
+def submodule(module: nn.Module, path: str) -> nn.Module | None:
+    """By the modules' own tables: a model of diffusers takes any other name for one of its config's."""
+    found: nn.Module | None = module
+    for name in path.split("."):
+        found = found._modules.get(name) if found is not None else None
+    return found
 
 
 def _is_feed_forward(module: nn.Module, names: tuple[str, ...], last: str) -> bool:
     if names == ("0",) and not _is_plain_sequence(module):
         return False
-    into = [_submodule(module, name) for name in names]
-    out = _submodule(module, last)
+    into = [submodule(module, name) for name in names]
+    out = submodule(module, last)
     if not all(isinstance(one, nn.Linear) for one in (*into, out)):
         return False
     gates = {1, 2} if len(into) == 1 and names != ("0",) else {1}
@@ -375,7 +386,7 @@ def _forget_open_ends(found: Structure) -> None:
 
 
 def _forget(found: Structure, path: str) -> None:
-    for table in (found.splits, found.norms):
+    for table in (found.splits, found.norms, found.per_head):
         for name in [one for one in table if one.startswith(f"{path}.")]:
             del table[name]
     found.partners = [group for group in found.partners if not group[0].startswith(f"{path}.")]

@@ -344,7 +344,7 @@ def on_ranks(work: Callable[[Ranks], Result], shares: Sequence[int]) -> list[Res
     def on(rank: int) -> Result:
         try:
             with torch.no_grad():
-                return work(Ranks(Group(meeting, rank), rank, tuple(shares)))  # type: ignore[arg-type]
+                return work(Ranks(Group(meeting, rank), rank, tuple(shares)))
         except threading.BrokenBarrierError:
             raise
         except BaseException:
