@@ -46,7 +46,7 @@ def read_plan_text(text: str) -> tuple[PlanEntry, ...]:
                 "Only one of the two styles could be followed.",
                 "each key once",
             ) from None
-        raise _refusal("The tensor plan is no JSON.", f"{_shown(error)}.", _EXAMPLE) from None
+        raise _refusal("The tensor plan is not valid JSON.", f"{_shown(error)}.", _EXAMPLE) from None
     if not isinstance(plan, dict) or not plan:
         raise _refusal(
             "The tensor plan holds no keys.",

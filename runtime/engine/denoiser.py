@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +36,9 @@ def plan_transformer(checkpoint: Checkpoint, parallel: ParallelSpec, mesh: Devic
     """Decide what this rank reads. Raises Refusal for a plan or a checkpoint that does not fit the model."""
     model = empty_model(checkpoint.model_class, checkpoint.config)
     check_sources(model, checkpoint.sources)
+    used = model.state_dict().keys()  # what the class says is no fault to find in a file is not read
+    sources = {name: source for name, source in checkpoint.sources.items() if name in used}
+    checkpoint = replace(checkpoint, sources=sources)
     axis = mesh["tensor"]
     ranks = Ranks(axis.get_group(), axis.get_local_rank(), parallel.shares)
     plan = tensor_plan(model, parallel.shares, parallel.tensor_plan) if parallel.tensor > 1 else None

@@ -55,7 +55,6 @@ def empty_model(class_name: str, config: Mapping[str, Any]) -> torch.nn.Module:
 def check_sources(model: torch.nn.Module, sources: Sources) -> None:
     """Refuse a checkpoint that lacks a parameter, has one too many, or one of another shape. Reads nothing."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    parameters = {name for name, _ in model.named_parameters()}
     for name, source in sources.items():
         if name in expected and source.shape != expected[name]:
             raise Refusal(
@@ -63,11 +62,11 @@ def check_sources(model: torch.nn.Module, sources: Sources) -> None:
                 f"'{name}' of this {type(model).__name__} has the shape {_size(expected[name])}.",
                 "Download the file again, with the config that was published beside it.",
             )
-    missing = sorted(parameters - set(sources))
+    missing = sorted(set(expected) - set(sources))
     if missing:
         raise Refusal(
             f"The weight files lack {_count(missing).rstrip(',')}.",
-            f"{type(model).__name__} needs every one of its {len(parameters)} parameters.",
+            f"{type(model).__name__} needs every one of its {len(expected)} tensors.",
             "Download the model's files again; all parts of a model in several files are needed.",
         )
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -118,10 +117,11 @@ def read_weights(
 ) -> None:
     """Fill `model` from `sources`: planned parameters with this rank's part, all others whole.
 
-    `on_bytes` gets the bytes of the file read after each tensor. Raises Cancelled.
+    `on_bytes` gets the bytes of the file read after each tensor. Tables that the model computes itself go to `device`
+    as they are. Raises Cancelled.
     """
     parameters = {name for name, _ in model.named_parameters()}
-    buffers = {name for name, _ in model.named_buffers()}
+    buffers = dict(model.named_buffers())
     keep = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, source in sources.items():
         if cancelled():
@@ -135,6 +135,8 @@ def read_weights(
             on_slice(SliceRead(name, prod(source.shape), part.numel()))
         on_bytes(part.numel() * source.item_bytes)
         place(model, name, part, name in parameters)
+    for name in buffers.keys() - set(sources):
+        place(model, name, buffers[name].to(device), is_parameter=False)
 
 
 def read_part(

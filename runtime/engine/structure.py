@@ -7,6 +7,7 @@ then gathers what is large. Works on a model without weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -211,9 +212,18 @@ def _grouping(module: nn.Module, query: nn.Linear, key: nn.Linear) -> tuple[int,
 
 
 def _norms(module: nn.Module) -> dict[str, int]:
-    """The norms of queries and keys that have a weight, and its size."""
-    weights = {name: getattr(getattr(module, name, None), "weight", None) for name in _NORMS}
-    return {name: one.numel() for name, one in weights.items() if isinstance(one, torch.Tensor)}
+    """The norms of queries and keys, and over how many features each goes."""
+    found = {}
+    for name in _NORMS:
+        norm = getattr(module, name, None)
+        weight = getattr(norm, "weight", None)
+        # torch's norms tell their shape, diffusers' RMSNorm calls it dim; one without a weight has only that.
+        shape = getattr(norm, "normalized_shape", None) or getattr(norm, "dim", None)
+        if isinstance(weight, torch.Tensor):
+            found[name] = weight.numel()
+        elif isinstance(shape, tuple):
+            found[name] = math.prod(shape)
+    return found
 
 
 def _returns_heads(module: nn.Module) -> bool:

@@ -218,5 +218,7 @@ class AcrossHeadsNorm(torch.nn.Module):
         variance = self.ranks.sum(wide.square().sum(-1, keepdim=True)) / self.features
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         # Rounded before the weight comes, as diffusers' own RMSNorm does it.
-        result = (wide * torch.rsqrt(variance + eps)).to(x.dtype) * self.weight
+        result = (wide * torch.rsqrt(variance + eps)).to(x.dtype)
+        if self.weight is not None:
+            result = result * self.weight
         return (result if self.bias is None else result + self.bias).to(x.dtype)

@@ -185,7 +185,7 @@ def test_devices_that_do_not_exist_are_refused_before_the_queue(
     ("plan", "message"),
     [
         ("", "holds no keys"),
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ('{"transformer_blocks.*.ff.net.2": "row"}', 'is "row"'),
         ('{"transformer_blocks.*.ff.net.*": "colwise"}', "has more than one *"),
     ],

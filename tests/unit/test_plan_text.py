@@ -79,7 +79,7 @@ def test_white_space_is_free() -> None:
     ids=lambda text: repr(text[:24]),
 )
 def test_text_that_is_no_json_is_refused(text: str, reason: str) -> None:
-    with refused("The tensor plan is no JSON.", reason, EXAMPLE):
+    with refused("The tensor plan is not valid JSON.", reason, EXAMPLE):
         read_plan_text(text)
 
 
