@@ -16,11 +16,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from diffusers.hooks import tensor_parallel as upstream
 from torch import nn
 
-from ..plan_text import PlanEntry, read_plan_text
+from ..plan_text import read_plan_text
 from ..spec import Refusal
+from .plan_entries import check_partners, follow, is_read, pattern, upstream_entries
 from .structure import (
     COLWISE,
     GATHERED,
@@ -31,7 +31,6 @@ from .structure import (
     Structure,
     hidden,
     read_structure,
-    submodule,
 )
 from .tensor import (
     AcrossHeadsNorm,
@@ -47,8 +46,6 @@ from .tensor import (
 # What is worth a collective: layers of one kind that hold this part of the model's parameters. Outside the blocks it
 # takes more: such a layer saves little, and may see every token (Wan 2.2's time_proj: a gigabyte for one gather).
 LARGE_IN_BLOCKS, LARGE = 0.004, 0.03
-# They hand their Linears' weights to torch's multi-head attention; a subclass of Linear may be one of those too.
-_READERS = ("HunyuanDiTAttentionPool", "MultiheadAttention")
 
 
 @dataclass(frozen=True)
@@ -96,10 +93,10 @@ def tensor_plan(model: nn.Module, shares: Sequence[int], text: str = "") -> Tens
     structure = read_structure(model)
     own = getattr(model, "_tp_plan", None)
     if text:
-        splits = _follow(model, read_plan_text(text), structure)
-        _check_partners(splits, structure)
+        splits = follow(model, read_plan_text(text), structure)
+        check_partners(splits, structure)
     else:
-        splits = _follow(model, _upstream_entries(model, own), structure) if own else {}
+        splits = follow(model, upstream_entries(model, own), structure) if own else {}
         splits = {**structure.splits, **splits}
         splits |= _large_rest(model, splits, len(shares))
     plan = _with_repairs(splits, structure)
@@ -151,155 +148,6 @@ def _tell_sizes(module: nn.Module) -> None:
         module.in_channels = module.weight.shape[1] * (1 if module.groups == 1 else module.weight.shape[0])
 
 
-# ---- from entries to splits
-
-
-def _upstream_entries(model: nn.Module, plan: Mapping[str, object]) -> list[PlanEntry]:
-    """diffusers' `_tp_plan` in our terms; packed blocks that a Linear carries itself are looked up there."""
-    entries = []
-    for key, style in plan.items():
-        if isinstance(style, str):
-            # A config may have none of a kind of block: no layer of it, no key.
-            entries += [PlanEntry(key, style)] if _found(model, key) else []
-            continue
-        is_column = isinstance(style, upstream.PackedColwiseParallel)
-        name = "_tp_packed_col_blocks" if is_column else "_tp_packed_row_blocks"
-        for path in _found(model, key):
-            blocks = getattr(style, "blocks", None) or getattr(model.get_submodule(path), name)
-            entries.append(PlanEntry(path, COLWISE if is_column else ROWWISE, tuple(blocks)))
-    return entries
-
-
-def _matches(model: nn.Module, key: str) -> list[str]:
-    """The module paths a plan's key stands for. Raises Refusal when it matches nothing, or a `*` is misplaced."""
-    owner = key.partition("*")[0].removesuffix(".")
-    if "*" in key and _has(model, owner):
-        elements = model.get_submodule(owner)
-        if not isinstance(elements, nn.ModuleList):
-            raise Refusal(
-                f"The plan's key '{key}' has its * in the wrong place.",
-                f"'{owner}' is a {type(elements).__name__}, and a * stands for the elements of a ModuleList.",
-                f"Works here: {_nearest(model, key)}.",
-            )
-    return _found(model, key) or _no_match(model, key)
-
-
-def _found(model: nn.Module, key: str) -> list[str]:
-    before, star, after = key.partition("*")
-    if not star:
-        return [key] if _has(model, key) else []
-    owner = before.removesuffix(".")
-    count = len(model.get_submodule(owner)) if _has(model, owner) else 0
-    return [path for number in range(count) if _has(model, path := f"{owner}.{number}{after}")]
-
-
-def _has(model: nn.Module, path: str) -> bool:
-    return submodule(model, path) is not None
-
-
-def _no_match(model: nn.Module, key: str) -> list[str]:
-    raise Refusal(
-        f"The plan's key '{key}' matches nothing in {type(model).__name__}.",
-        "Every key must name modules of the model, or a part of it would stay whole without a word.",
-        f"Works here: {_nearest(model, key)}.",
-    )
-
-
-def _nearest(model: nn.Module, key: str) -> str:
-    """Keys of this model that look like `key`."""
-    import difflib
-
-    keys = sorted({_pattern(path) for path, module in model.named_modules() if isinstance(module, nn.Linear)})
-    return ", ".join(difflib.get_close_matches(key, keys, n=3, cutoff=0.3) or keys[:3])
-
-
-def _pattern(path: str) -> str:
-    """A module path with its first number as *, as a plan names it."""
-    return re.sub(r"\.\d+(\.|$)", r".*\1", path, count=1)
-
-
-def _follow(model: nn.Module, entries: Iterable[PlanEntry], structure: Structure) -> dict[str, Split]:
-    splits: dict[str, Split] = {}
-    for entry in entries:
-        for path in _matches(model, entry.key):
-            if path in splits:
-                raise Refusal(
-                    f"The plan names '{path}' twice.",
-                    f"The key '{entry.key}' and another both match it.",
-                    "Works here: one key for each module.",
-                )
-            splits[path] = _split(model, path, entry, structure)
-    return splits
-
-
-def _split(model: nn.Module, path: str, entry: PlanEntry, structure: Structure) -> Split:
-    module = model.get_submodule(path)
-    if not isinstance(module, nn.Linear):
-        raise Refusal(
-            f"The plan splits '{path}', a {type(module).__name__}.",
-            "Only Linear layers are split by a plan; norms and embeddings stay whole.",
-            "Works here: leave that key out.",
-        )
-    if _is_read(model, path):
-        raise Refusal(
-            f"The plan splits '{path}'.",
-            "The layer around it reads its weight without calling it, so no rank would get the others' part.",
-            "Works here: leave that key out.",
-        )
-    bare = Split(entry.style, ())
-    size = module.weight.shape[bare.dim]
-    blocks = entry.blocks or (size,)
-    total = sum(blocks)
-    if size % total:
-        raise Refusal(
-            f"The plan cuts '{path}' into blocks {list(blocks)}, which do not divide its {size} "
-            f"{'inputs' if bare.dim else 'outputs'}.",
-            f"Blocks are sizes that sum to {size}, or proportions whose sum ({total}) divides it.",
-            f"Works here: blocks that sum to {size}.",
-        )
-    sizes = [block * size // total for block in blocks]
-    known = structure.splits.get(path)
-    if known and known.dim == bare.dim and [block.size for block in known.blocks] == sizes:
-        return Split(entry.style, known.blocks)
-    return Split(entry.style, tuple(hidden(size) for size in sizes))
-
-
-def _is_read(model: nn.Module, path: str) -> bool:
-    """Whether the weight at `path` is used without a call of its module: no hook would run."""
-    owner = model.get_submodule(path.rpartition(".")[0])
-    return type(owner).__name__ in _READERS or type(model.get_submodule(path)) not in (nn.Linear, nn.Conv2d)
-
-
-def _check_partners(splits: Mapping[str, Split], structure: Structure) -> None:
-    """Refuse a user's plan that splits one end of a block and not the other: it would run, and be wrong."""
-    alone = (SPLIT_INPUT, GATHERED)
-    known = {path for group in structure.partners for path in group}
-    for group in structure.partners:
-        inside = [path for path in group if path in splits and splits[path].style not in alone]
-        if not inside:
-            continue
-        for path in sorted(group, key=lambda path: path not in splits):
-            expected, found = structure.splits[path], splits.get(path)
-            sizes = [block.size for block in expected.blocks]
-            if found and found.style == expected.style and [b.size for b in found.blocks] == sizes:
-                continue
-            other = next(one for one in (*inside, *group) if one != path)
-            style = expected.style if len(sizes) == 1 else f"packed_{expected.style} {sizes}"
-            raise Refusal(
-                f"The plan's '{path}' must be {style}.",
-                f"It works together with '{other}': one without the other gives wrong pictures.",
-                f'Works here: "{_pattern(path)}": '
-                + (f'"{style}".' if len(sizes) == 1 else f'{{"packed_{expected.style}": {sizes}}}.'),
-            )
-    for path, split in splits.items():
-        if path not in known and split.style not in alone:
-            raise Refusal(
-                f"The plan's '{path}' cannot be {split.style}.",
-                "No layer is known that works with the other side of it, so its result could not be verified.",
-                f'Works here: "colwise_gathered" or "rowwise_split_input" for "{_pattern(path)}".',
-            )
-
-
 def _large_rest(model: nn.Module, splits: Mapping[str, Split], degree: int) -> dict[str, Split]:
     """Layers that are left and large, those of one kind taken together: modulation, mostly.
 
@@ -309,7 +157,7 @@ def _large_rest(model: nn.Module, splits: Mapping[str, Split], degree: int) -> d
     kinds: dict[str, list[str]] = defaultdict(list)
     for path, module in model.named_modules():
         is_dense = isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
-        if is_dense and path not in splits and not _is_read(model, path):
+        if is_dense and path not in splits and not is_read(model, path):
             kinds[re.sub(r"\.\d+(?=\.|$)", ".*", path)].append(path)
     found = {}
     for kind, paths in kinds.items():
@@ -357,7 +205,7 @@ def _turns(rotary: str, structure: Structure, attentions: Mapping[str, Attention
         raise Refusal(
             f"The plan splits the heads of '{split[0]}' and not those of '{whole[0]}'.",
             f"Both take one table from '{rotary}', which has either all heads or this rank's.",
-            f"Works here: the same styles for the layers of '{_pattern(whole[0])}' as for '{split[0]}'.",
+            f"Works here: the same styles for the layers of '{pattern(whole[0])}' as for '{split[0]}'.",
         )
     return bool(split)
 

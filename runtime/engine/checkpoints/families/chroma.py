@@ -11,7 +11,7 @@ from typing import Any
 
 from ..source import Shapes
 from .family import Family
-from .reading import count, rotary_16_56_56, shape
+from .reading import count, double_and_single_blocks, rotary_16_56_56, shape
 
 _APPROXIMATOR = "distilled_guidance_layer"
 
@@ -23,20 +23,11 @@ def _recognises(shapes: Shapes) -> bool:
 def _config(shapes: Shapes) -> dict[str, Any]:
     if any(key.startswith("nerf_") for key in shapes):
         raise ValueError("Chroma Radiance works on pixels, which diffusers' Chroma cannot")
-    width, in_channels = shape(shapes, "img_in.weight")
-    head = shape(shapes, "double_blocks.0.img_attn.norm.key_norm.scale")[0]
-    out_channels = shape(shapes, "final_layer.linear.weight")[0]
+    sizes = double_and_single_blocks(shapes)
     hidden, approximator_channels = shape(shapes, f"{_APPROXIMATOR}.in_proj.weight")
     return {
-        "patch_size": 1,
-        "in_channels": in_channels,
-        "out_channels": None if out_channels == in_channels else out_channels,
-        "num_layers": count(shapes, "double_blocks."),
-        "num_single_layers": count(shapes, "single_blocks."),
-        "attention_head_dim": head,
-        "num_attention_heads": width // head,
-        "joint_attention_dim": shape(shapes, "txt_in.weight")[1],
-        "axes_dims_rope": rotary_16_56_56(head),
+        **sizes,
+        "axes_dims_rope": rotary_16_56_56(sizes["attention_head_dim"]),
         "approximator_num_channels": approximator_channels,
         "approximator_hidden_dim": hidden,
         "approximator_layers": count(shapes, f"{_APPROXIMATOR}.layers."),

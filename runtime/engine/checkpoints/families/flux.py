@@ -11,7 +11,7 @@ from typing import Any
 
 from ..source import Shapes
 from .family import Converter, Family, Tensors
-from .reading import count, rotary_16_56_56, shape
+from .reading import count, double_and_single_blocks, rotary_16_56_56, shape
 
 
 def _is_original(shapes: Shapes) -> bool:
@@ -38,33 +38,20 @@ def _is_diffusers(shapes: Shapes) -> bool:
 
 
 def _original_config(shapes: Shapes) -> dict[str, Any]:
+    sizes = double_and_single_blocks(shapes)
     return {
-        **_sizes(shapes, "img_in", "final_layer.linear", "double_blocks.0.img_attn.norm.key_norm.scale"),
-        "num_layers": count(shapes, "double_blocks."),
-        "num_single_layers": count(shapes, "single_blocks."),
-        "joint_attention_dim": shape(shapes, "txt_in.weight")[1],
+        **sizes,
+        "axes_dims_rope": rotary_16_56_56(sizes["attention_head_dim"]),
         "pooled_projection_dim": shape(shapes, "vector_in.in_layer.weight")[1],
         "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
     }
 
 
 def _diffusers_config(shapes: Shapes) -> dict[str, Any]:
+    width, in_channels = shape(shapes, "x_embedder.weight")
+    head = shape(shapes, "transformer_blocks.0.attn.norm_k.weight")[0]
+    out_channels = shape(shapes, "proj_out.weight")[0]
     embed = "time_text_embed"
-    return {
-        **_sizes(shapes, "x_embedder", "proj_out", "transformer_blocks.0.attn.norm_k.weight"),
-        "num_layers": count(shapes, "transformer_blocks."),
-        "num_single_layers": count(shapes, "single_transformer_blocks."),
-        "joint_attention_dim": shape(shapes, "context_embedder.weight")[1],
-        "pooled_projection_dim": shape(shapes, f"{embed}.text_embedder.linear_1.weight")[1],
-        "guidance_embeds": f"{embed}.guidance_embedder.linear_1.weight" in shapes,
-    }
-
-
-def _sizes(shapes: Shapes, first: str, last: str, norm: str) -> dict[str, Any]:
-    """What the first and the last Linear and the norm of one head's keys tell."""
-    width, in_channels = shape(shapes, f"{first}.weight")
-    head = shape(shapes, norm)[0]
-    out_channels = shape(shapes, f"{last}.weight")[0]
     return {
         "patch_size": 1,
         "in_channels": in_channels,
@@ -72,6 +59,11 @@ def _sizes(shapes: Shapes, first: str, last: str, norm: str) -> dict[str, Any]:
         "attention_head_dim": head,
         "num_attention_heads": width // head,
         "axes_dims_rope": rotary_16_56_56(head),
+        "num_layers": count(shapes, "transformer_blocks."),
+        "num_single_layers": count(shapes, "single_transformer_blocks."),
+        "joint_attention_dim": shape(shapes, "context_embedder.weight")[1],
+        "pooled_projection_dim": shape(shapes, f"{embed}.text_embedder.linear_1.weight")[1],
+        "guidance_embeds": f"{embed}.guidance_embedder.linear_1.weight" in shapes,
     }
 
 

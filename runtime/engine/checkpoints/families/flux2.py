@@ -12,7 +12,7 @@ from typing import Any
 
 from ..source import Shapes
 from .family import Family
-from .reading import count, rotary_quarters, shape
+from .reading import double_and_single_blocks, rotary_quarters, shape
 
 
 def _recognises(shapes: Shapes) -> bool:
@@ -23,21 +23,13 @@ def _recognises(shapes: Shapes) -> bool:
 
 
 def _config(shapes: Shapes) -> dict[str, Any]:
-    width, in_channels = shape(shapes, "img_in.weight")
-    head = shape(shapes, "double_blocks.0.img_attn.norm.key_norm.scale")[0]
-    out_channels = shape(shapes, "final_layer.linear.weight")[0]
+    sizes = double_and_single_blocks(shapes)
+    width = sizes["attention_head_dim"] * sizes["num_attention_heads"]
     return {
-        "patch_size": 1,
-        "in_channels": in_channels,
-        "out_channels": None if out_channels == in_channels else out_channels,
-        "num_layers": count(shapes, "double_blocks."),
-        "num_single_layers": count(shapes, "single_blocks."),
-        "attention_head_dim": head,
-        "num_attention_heads": width // head,
-        "joint_attention_dim": shape(shapes, "txt_in.weight")[1],
+        **sizes,
         "timestep_guidance_channels": shape(shapes, "time_in.in_layer.weight")[1],
         "mlp_ratio": shape(shapes, "double_blocks.0.img_mlp.2.weight")[1] / width,
-        "axes_dims_rope": rotary_quarters(head),
+        "axes_dims_rope": rotary_quarters(sizes["attention_head_dim"]),
         "rope_theta": 2000,
         "eps": 1e-6,
         "guidance_embeds": "guidance_in.in_layer.weight" in shapes,

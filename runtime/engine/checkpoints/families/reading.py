@@ -5,6 +5,8 @@ Pure Python. `shapes` is a header with the prefix removed: key -> shape.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..source import Shapes
 
 # Head widths that tiny models (tests, toy trainings) use, widest first.
@@ -65,3 +67,20 @@ def rotary_32_48_48(head: int) -> tuple[int, int, int]:
     """Rotary widths per head of time, height and width: (32, 48, 48) for 128, in proportion (and even) otherwise."""
     side = head * 3 // 16 * 2
     return (head - 2 * side, side, side)
+
+
+def double_and_single_blocks(shapes: Shapes) -> dict[str, Any]:
+    """What FLUX.1's, FLUX.2's and Chroma's original layouts have in common."""
+    width, in_channels = shape(shapes, "img_in.weight")
+    head = shape(shapes, "double_blocks.0.img_attn.norm.key_norm.scale")[0]
+    out_channels = shape(shapes, "final_layer.linear.weight")[0]
+    return {
+        "patch_size": 1,
+        "in_channels": in_channels,
+        "out_channels": None if out_channels == in_channels else out_channels,
+        "num_layers": count(shapes, "double_blocks."),
+        "num_single_layers": count(shapes, "single_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "joint_attention_dim": shape(shapes, "txt_in.weight")[1],
+    }
