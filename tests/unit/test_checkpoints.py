@@ -366,6 +366,7 @@ def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
         ("m.pt", b"\x80\x02}q\0.\0\0", "pickle"),
         ("renamed.safetensors", b"PK\x03\x04\0\0\0\0", "pickle"),
         ("m.bin", b"", "pickle"),
+        ("m.flashpack", b"\0" * 8, "FlashPack"),
         ("m.safetensors", b"<!DOCTYPE html>", "not a safetensors file"),
     ],
 )

@@ -271,7 +271,7 @@ def test_a_renamed_file_is_refused_with_its_name(folder: Path, component: str) -
         inspect_pipeline(folder)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".pt", ".ckpt"])
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt", ".gguf", ".flashpack"])
 def test_weights_that_can_run_code_are_not_read(folder: Path, suffix: str) -> None:
     file = folder / TRANSFORMER
     file.rename(file.with_suffix(suffix))
