@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runtime.engine.checkpoints.families.family import Family
-from runtime.engine.checkpoints.families.reading import (
+from runtime.engine.checkpoints.single_file import open_single_file
+from runtime.engine.checkpoints.source import Index, WeightSource
+from runtime.families.family import Family, Shapes
+from runtime.families.reading import (
     count,
     head_width,
     rotary_16_56_56,
     rotary_32_48_48,
     rotary_quarters,
 )
-from runtime.engine.checkpoints.families.table import FAMILIES
-from runtime.engine.checkpoints.single_file import open_single_file
-from runtime.engine.checkpoints.source import Index, Shapes, WeightSource
+from runtime.families.table import FAMILIES
 from tests.support.original_layout_cases import PUBLISHED, TINY
 from tests.support.original_layouts_video import Case
 

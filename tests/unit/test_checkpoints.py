@@ -12,10 +12,11 @@ import torch
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
 
-from runtime.engine.checkpoints.families.table import FAMILIES
 from runtime.engine.checkpoints.files import StoredTensor, open_files
-from runtime.engine.checkpoints.single_file import PREFIXES, open_single_file
+from runtime.engine.checkpoints.single_file import open_single_file
 from runtime.engine.checkpoints.source import Index, WeightSource
+from runtime.families.table import FAMILIES
+from runtime.recognise import PREFIXES
 from runtime.safetensors_header import read_header
 from tests.support.folders import entries, safetensors
 from tests.support.original_layout_images import CASES, LAYERED, Case, build

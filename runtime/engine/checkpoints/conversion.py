@@ -11,9 +11,9 @@ from typing import Any
 
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
+from ...families.family import Converter, Family, Tensors
 from ...safetensors_header import printable
 from ...spec import Refusal
-from .families.family import Converter, Family, Tensors
 from .lazy import LazyTensor
 from .source import Sources
 

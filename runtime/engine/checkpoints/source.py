@@ -33,7 +33,6 @@ class WeightSource(Protocol):
 
 
 Sources = Mapping[str, WeightSource]  # parameter name in the diffusers model -> where to read it
-Shapes = Mapping[str, tuple[int, ...]]  # key in a file, prefix removed -> shape
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..source import Shapes
-from .family import Converter, Family, Tensors
+from .family import Converter, Family, Shapes, Tensors
 from .reading import count, shape
 
 _PATCH = 2

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..source import Shapes
-from .family import Family
+from .family import Family, Shapes
 from .reading import count, shape
 
 _BLOCK = "blocks.0."

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ...safetensors_header import printable
-from ...spec import Refusal
-from .source import Shapes
+from .families.family import Shapes
+from .safetensors_header import printable
+from .spec import Refusal
 
 _INSTEAD = "Use the safetensors file of the model, in bf16, fp16, fp32 or fp8."
 # The first bytes of formats that people have in the same folders.

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..source import Shapes
-from .family import Family
+from .family import Family, Shapes
 from .reading import count, rotary_32_48_48, shape
 
 _TEXT = "txtfusion.layerwise_blocks.0."

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..source import Shapes
-from .family import Family
+from .family import Family, Shapes
 from .reading import count, head_width, shape
 from .wan import is_wan, wan_config
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..source import Shapes
-from .family import Family
+from .family import Family, Shapes
 from .reading import count, rotary_16_56_56, shape
 
 _AT_TIME_ZERO = "__index_timestep_zero__"

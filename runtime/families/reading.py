@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..source import Shapes
+from .family import Shapes
 
 # Head widths that tiny models (tests, toy trainings) use, widest first.
 _SMALL_HEADS = (64, 32, 16, 12, 8, 4, 2)

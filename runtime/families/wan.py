@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..source import Shapes
-from .family import Converter, Family, Tensors
+from .family import Converter, Family, Shapes, Tensors
 from .reading import count, head_width, shape
 
 # A key that only one relative of Wan has -> why it is refused. None of them has a class in diffusers.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..source import Shapes
-
+Shapes = Mapping[str, tuple[int, ...]]  # key in a file, prefix removed -> shape
 Tensors = dict[str, Any]  # key -> tensor (or what stands for one while a conversion is traced)
 Converter = Callable[[Tensors], Tensors]  # original names in, diffusers names out; may empty what it is given
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from ..source import Shapes
-from .family import Converter, Family, Tensors
+from .family import Converter, Family, Shapes, Tensors
 from .reading import count, rotary_16_56_56, shape
 
 T = TypeVar("T")

@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..source import Shapes
-from .family import Converter, Family, Tensors
+from .family import Converter, Family, Shapes, Tensors
 from .reading import count, head_width, shape
 
 _CROSS_HEADS = {2240: 20, 1152: 16}

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..source import Shapes
-from .family import Family
+from .family import Family, Shapes
 from .reading import count, shape
 
 _BLOCKS = 48

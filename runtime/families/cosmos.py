@@ -14,8 +14,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..source import Shapes
-from .family import Converter, Family, Tensors
+from .family import Converter, Family, Shapes, Tensors
 from .reading import count, shape
 
 _FIRST = "blocks.block0.blocks."
