@@ -38,9 +38,9 @@ from .tensor import (
     Ranks,
     Shard,
     gather_output,
+    hold_part,
     slice_heads,
     slice_input,
-    sum_output,
 )
 
 # What is worth a collective: layers of one kind that hold this part of the model's parameters. Outside the blocks it
@@ -107,20 +107,19 @@ def tensor_plan(model: nn.Module, shares: Sequence[int], text: str = "") -> Tens
 def apply_plan(model: nn.Module, plan: TensorPlan, ranks: Ranks) -> None:
     """Make `model`, whose planned parameters are this rank's parts, compute with the other ranks."""
     for path, split in plan.splits.items():
-        module, shard = model.get_submodule(path), Shard(split.dim, split.blocks)
-        _tell_sizes(module)
-        if split.style in (ROWWISE, SPLIT_INPUT):
-            sum_output(model, path, ranks)
+        shard = Shard(split.dim, split.blocks)
+        _tell_sizes(model.get_submodule(path))
+        hold_part(model, path, ranks if split.style in (ROWWISE, SPLIT_INPUT) else None)
         if split.style == SPLIT_INPUT:
             slice_input(model.get_submodule(path), shard, ranks)
         if split.style == GATHERED:
-            gather_output(module, shard, ranks)
+            gather_output(model.get_submodule(path), shard, ranks)
     for path, blocks in plan.depthwise.items():
         module = model.get_submodule(path)
         _tell_sizes(module)
         module.groups = Shard(0, blocks).length(ranks.rank, ranks.shares)
     for path in plan.experts:
-        sum_output(model, path, ranks)
+        hold_part(model, path, ranks)
     for path, block in plan.norms.items():
         owner, _, name = path.rpartition(".")
         norm = model.get_submodule(path)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from runtime.engine.loading import shard_loaded
-from runtime.engine.plans import apply_plan, tensor_plan
+from runtime.engine.plans import TensorPlan, apply_plan, tensor_plan
 from runtime.engine.tensor import Ranks
 
 RANKS, WIDTH, HEADS = 2, 64, 4
@@ -39,22 +39,25 @@ class Attention(nn.Module):
         return self.to_out[0](self.to_q(x) + self.to_k(x) + self.to_v(x))
 
 
-def _ours() -> nn.Module:
+def _cut() -> tuple[nn.Module, TensorPlan]:
+    """The block with this rank's weights, nothing else done to it."""
     model = nn.ModuleDict({"attn": Attention()}).requires_grad_(False)
     plan = tensor_plan(model, (1,) * RANKS)
     shard_loaded(model, plan.shards(model), 0, (1,) * RANKS)
+    return model, plan
+
+
+def _ours() -> nn.Module:
+    model, plan = _cut()
     apply_plan(model, plan, Ranks(dist.group.WORLD, 0, (1,) * RANKS))
     return model["attn"]
 
 
-def _with(change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> nn.Module:
+def _plain(change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> nn.Module:
     """The block with this rank's shapes, whose output nothing sums; `change` is done to it instead."""
-    block = _ours()
-    plain = nn.Linear(1, 1)
-    plain.weight, plain.bias = block.to_out[0].weight, block.to_out[0].bias  # type: ignore[index, union-attr, assignment]
-    block.to_out[0] = plain  # type: ignore[index, operator]
+    block = _cut()[0]["attn"]
     if change is not None:
-        plain.register_forward_hook(lambda _module, _inputs, output: change(output))
+        block.to_out[0].register_forward_hook(lambda _module, _inputs, output: change(output))
     return block
 
 
@@ -69,10 +72,10 @@ def _dtensor() -> nn.Module:
 
 
 PATHS: dict[str, Callable[[], nn.Module]] = {
-    "unsharded": _with,
+    "unsharded": _plain,
     "ours": _ours,
-    "add": lambda: _with(lambda output: output.add_(1)),
-    "functional": lambda: _with(_functional_sum),
+    "add": lambda: _plain(lambda output: output.add_(1)),
+    "functional": lambda: _plain(_functional_sum),
     "dtensor": _dtensor,
 }
 

@@ -12,7 +12,6 @@ SELECTION = [
     (FAMILIES[0], {"tensor": 4}),
     (FAMILIES[0], {"ulysses": 2}),
     (FAMILIES[1], {"ulysses": 4}),
-    (FAMILIES[3], {"tensor": 3}),
     (FAMILIES[4], {"tensor": 5}),
 ]
 

@@ -33,10 +33,10 @@ from runtime.engine.tensor import (
     RowSplitLinear,
     Shard,
     gather_output,
+    hold_part,
     shard_indices,
     slice_heads,
     slice_input,
-    sum_output,
 )
 from runtime.spec import ParallelSpec, divide
 from tests.parity.matrix import CASES, difference, drawn, outputs
@@ -408,7 +408,7 @@ def test_a_row_split_linear_adds_its_bias_once(shares: tuple[int, ...], bias: bo
 
     def work(ranks: Ranks) -> torch.Tensor:
         model = cut_linear(linear, shard, ranks)
-        sum_output(model, "linear", ranks)
+        hold_part(model, "linear", ranks)
         replaced = model["linear"]
         assert isinstance(replaced, RowSplitLinear)
         assert (replaced.bias is not None) == (bias and ranks.rank == 0)
@@ -431,7 +431,7 @@ def test_a_row_split_convolution_adds_its_bias_once(shares: tuple[int, ...]) -> 
     def work(ranks: Ranks) -> torch.Tensor:
         model = nn.ModuleDict({"conv": copy.deepcopy(convolution)})
         shard_loaded(model, {"conv.weight": shard}, ranks.rank, shares)
-        sum_output(model, "conv", ranks)
+        hold_part(model, "conv", ranks)
         ((start, stop),) = shard.ranges(ranks.rank, shares)
         return model["conv"](x[:, start:stop])
 
@@ -452,7 +452,7 @@ def test_a_whole_input_is_sliced_for_the_rows_of_a_rank(
 
     def work(ranks: Ranks) -> torch.Tensor:
         model = cut_linear(linear, shard, ranks)
-        sum_output(model, "linear", ranks)
+        hold_part(model, "linear", ranks)
         slice_input(model["linear"], shard, ranks)
         return model["linear"](x)
 

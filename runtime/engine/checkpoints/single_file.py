@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...foreign import refuse_other_formats
 from ...recognise import config_of, is_other_part, recognise
+from ...spec import Refusal
 from .conversion import convert
 from .files import Stored, open_files
 from .fp8 import dequantised
@@ -29,5 +30,11 @@ def open_single_file(path: Path) -> Checkpoint:
     inside = {key[len(prefix) :]: source for key, source in weights.items() if key.startswith(prefix)}
     beside = {key: source for key, source in weights.items() if not key.startswith(prefix)}
     config = config_of(path, family, {key: tuple(source.shape) for key, source in inside.items()})
-    sources = {**convert(family, config, inside), **beside}
-    return Checkpoint(family.model_class, config, sources, family.name)
+    sources = convert(family, config, inside)
+    if twice := sources.keys() & beside.keys():
+        raise Refusal(
+            f"{sources[min(twice)].where} and {beside[min(twice)].where} are the same parameter.",
+            "One of the two would be lost.",
+            "Use the file as its authors published it.",
+        )
+    return Checkpoint(family.model_class, config, {**sources, **beside}, family.name)
