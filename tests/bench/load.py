@@ -16,7 +16,7 @@ from typing import Any
 import diffusers
 import torch
 
-from tests.parity.matrix import torchrun
+from tests.support.torchrun import torchrun
 
 RUNS = 5
 PATHS = ("ours", "upstream", "load_then_shard")

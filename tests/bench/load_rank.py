@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from runtime.engine.tensor import Ranks
 from runtime.environment import rank_environment
 from runtime.spec import ParallelSpec
 from tests.support.load_probe import Peak
+from tests.support.torchrun import emit
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
         for path in paths:
             figures = _measure(lambda path=path: loaders[path](folder, backend, mesh), backend)
             if run and place.rank == 0:  # the first round warms the page cache and the allocator
-                print(json.dumps({"path": path, **figures}), flush=True)
+                emit({"path": path, **figures})
     dist.destroy_process_group()
 
 

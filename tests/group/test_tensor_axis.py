@@ -15,6 +15,7 @@ from tests.parity import matrix
 from tests.support.groups import layout_of, make_slot, sample
 from tests.support.models import FluxSize, make_flux
 from tests.support.reference import Run, max_rel, reference_latents, reference_pipeline
+from tests.support.torchrun import torchrun
 
 RUN = Run(width=80, height=112, seed=6, steps=3, batch_size=2)
 # Not all that could be divided: attention of the double blocks, one feed-forward, and modulation in both styles.
@@ -88,7 +89,7 @@ def test_a_plan_the_model_cannot_follow_is_refused_and_the_group_stays(
 def test_a_compiled_model_uses_functional_collectives_without_a_graph_break(tmp_path: Path) -> None:
     name = "FluxTransformer2DModel"
     matrix.write(matrix.CASES[name], 3, tmp_path)
-    (found,) = matrix.torchrun(tmp_path, 2, "tests.support.compile_probe", str(tmp_path), name, "3")
+    (found,) = torchrun(tmp_path, 2, "tests.support.compile_probe", str(tmp_path), name, "3")
     assert found["max_rel"] <= matrix.TOLERANCE
     assert any("all_reduce" in one for one in found["collectives"]), found
     assert any("all_gather" in one for one in found["collectives"]), found

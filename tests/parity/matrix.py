@@ -6,11 +6,6 @@ every folder sharded, and each rank compares what it computed.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +22,7 @@ from tests.parity.model_cases_image import IMAGE_CASES
 from tests.parity.model_cases_video import VIDEO_CASES
 from tests.support.models import randomise
 from tests.support.reference import max_rel
-from tools import ROOT
+from tests.support.torchrun import torchrun
 
 CASES = {case.name: case for case in (*IMAGE_CASES, *VIDEO_CASES)}
 TOLERANCE = 5e-6  # one forward in fp32
@@ -111,24 +106,6 @@ def write(case: ModelCase, seed: int, directory: Path) -> Written:
     weight = model.get_submodule(path).weight
     weight.copy_(weight.roll(weight.shape[1] // 2, dims=1))  # type: ignore[operator, index]
     return Written(case.name, difference(outputs(case.run(model, inputs)), expected)[0])
-
-
-def torchrun(directory: Path, ranks: int, module: str, *arguments: str) -> Iterator[dict[str, Any]]:
-    """The JSON lines that the ranks of a group running `module` print."""
-    meeting = Path(tempfile.mkdtemp(dir=directory)) / "meeting"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting), "--rdzv-conf", "store_type=file"]
-    command += ["--rdzv-id", "matrix", "-m", module, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    environment["GLOO_SOCKET_IFNAME"] = "lo"
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("{"):
-                    yield json.loads(line)
-        finally:
-            process.terminate()
 
 
 def rows(

@@ -1,12 +1,11 @@
 """One rank of the matrix: loads every model folder sharded, runs one forward, compares. Run by torchrun.
 
-Arguments: directory, seed, shares of the tensor axis, class names. The first rank prints a JSON line per class.
+Arguments: directory, seed, shares of the tensor axis, class names. The first rank emits a row per class.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import sys
 import traceback
 from pathlib import Path
@@ -23,6 +22,7 @@ from runtime.engine.mesh import build_mesh
 from runtime.environment import rank_environment
 from runtime.spec import ParallelSpec
 from tests.parity.matrix import CASES, difference, inputs_of, outputs
+from tests.support.torchrun import emit
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
             print(traceback.format_exc(), file=sys.stderr, flush=True)
             found = {"error": f"{type(error).__name__}: {error}"[:300]}
         if place.rank == 0:
-            print(json.dumps({"family": name, **found}), flush=True)
+            emit({"family": name, **found})
     dist.destroy_process_group()
 
 

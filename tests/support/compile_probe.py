@@ -1,11 +1,10 @@
 """Compiles the repeated blocks of a sharded transformer on the ranks of a torchrun; each compares with its eager run.
 
-Arguments: a directory written by tests.parity.matrix, a class name, the seed. The first rank prints one JSON line.
+Arguments: a directory written by tests.parity.matrix, a class name, the seed. The first rank emits one row.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from runtime.engine.mesh import build_mesh
 from runtime.environment import rank_environment
 from runtime.spec import ParallelSpec
 from tests.parity.matrix import CASES, difference, inputs_of, outputs
+from tests.support.torchrun import emit
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
         "collectives": sorted({one for one in called if "all_reduce" in one or "all_gather" in one}),
     }
     if place.rank == 0:
-        print(json.dumps(found), flush=True)
+        emit(found)
     dist.destroy_process_group()
 
 
