@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .plan_text import read_plan_text
-from .safetensors_header import Header, read_header
+from .safetensors_header import Header, printable, read_header
 from .spec import ModelFacts, Refusal
 
 # The classes a model_index.json may name, per pipeline and component. Nothing else is ever instantiated.
@@ -110,8 +110,7 @@ def _inspect(path: Path, tensor_plan: str) -> ModelFacts:
 
 def _line(value: object) -> str:
     """A value that a file or the system gave, as part of one line of a message."""
-    text = reprlib.repr(value) if isinstance(value, list | dict) else str(value)
-    return "".join(char if char.isprintable() else " " for char in text[:200])
+    return printable(reprlib.repr(value) if isinstance(value, list | dict) else value)
 
 
 def _json(file: Path, what: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import re
 
 import msgspec
 
+from .safetensors_header import printable
 from .spec import Refusal
 
 PLAIN = ("colwise", "rowwise", "rowwise_split_input", "colwise_gathered")
@@ -115,7 +116,7 @@ def _are_blocks(value: object) -> bool:
 
 def _shown(value: object) -> str:
     text = str(value)
-    return "".join(c if c.isprintable() else " " for c in (text if len(text) <= 120 else f"{text[:117]}..."))
+    return printable(text if len(text) <= 120 else f"{text[:117]}...")
 
 
 def _refusal(what: str, why: str, works: str) -> Refusal:

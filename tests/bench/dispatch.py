@@ -1,7 +1,7 @@
 """What the tensor axis costs the host in one block of four 64 x 64 Linears: nothing crosses, the process group is fake.
 
 Query, key and value are split by columns, the output by rows, so the block has one collective. `unsharded` is the same
-block with this rank's shapes and no hooks; `ours` are plain shards with hooks; `functional` what the same hooks would
+block with this rank's shapes and no hooks; `ours` are plain shards; `functional` what its sum would
 cost with the collectives that a compiled model needs; `add` is an in-place addition in the collective's place: what
 any call of torch costs on this machine; `dtensor` is torch's parallelize_module.
 """

@@ -13,43 +13,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import diffusers
-import torch
-
+from tests.support.models import large_flux
 from tests.support.torchrun import torchrun
 
 RUNS = 5
 PATHS = ("ours", "upstream", "load_then_shard")
 
 
-def make_checkpoint(folder: Path) -> int:
-    """Write the transformer; its size in bytes."""
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = diffusers.FluxTransformer2DModel(
-            num_layers=6, num_single_layers=11, num_attention_heads=16, attention_head_dim=128
-        )
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    for parameter in model.parameters():
-        # Distinct numbers at the speed of a copy; drawing 1.6e9 normals would take longer than the benchmark.
-        parameter.data.view(torch.int16).flatten().copy_(torch.arange(parameter.numel()).remainder_(15000))
-    model.save_pretrained(folder, max_shard_size="1GB")
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
 def rows() -> Iterator[dict[str, object]]:
     with tempfile.TemporaryDirectory(prefix="sharded-load-") as directory:
         folder = Path(directory) / "transformer"
-        size = make_checkpoint(folder)
+        large_flux(double_blocks=6, single_blocks=11).save_pretrained(folder, max_shard_size="1GB")
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         assert size >= 3e9, f"the checkpoint has {size} bytes"
         for tensor in (2, 4):
             yield from _rows(folder, Path(directory), tensor, size)
 
 
 def _rows(folder: Path, directory: Path, tensor: int, size: int) -> Iterator[dict[str, object]]:
-    runs = torchrun(directory, tensor, "tests.bench.load_rank", str(folder), str(RUNS), *PATHS)
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for run in runs:
+    for run in torchrun(directory, tensor, "tests.bench.load_rank", str(folder), str(RUNS), *PATHS):
         found[run.pop("path")].append(run)
     for path in PATHS:
         runs = found[path]

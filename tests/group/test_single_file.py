@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,10 +16,11 @@ from runtime.engine.checkpoints.single_file import open_single_file
 from runtime.engine.checkpoints.source import Checkpoint
 from runtime.engine.loading import check_sources, empty_model, read_weights
 from runtime.engine.plans import tensor_plan
+from tests.support.models import large_flux
 from tests.support.original_layout_cases import TINY
 from tests.support.original_layout_images import CASES, build
 from tests.support.original_layouts import original_layout
-from tools import ROOT
+from tests.support.torchrun import torchrun
 
 State = Mapping[str, torch.Tensor]
 MIB = 1 << 20
@@ -135,13 +132,7 @@ def test_fp8_loads_as_if_dequantised_whole(name: str, newer: bool, tmp_path: Pat
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A FLUX-shaped file of at least 2 GB in the original layout, as ComfyUI users have it."""
-    with torch.device("meta"):
-        model = diffusers.FluxTransformer2DModel(
-            num_layers=4, num_single_layers=8, num_attention_heads=16, attention_head_dim=128
-        )
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.data.view(torch.int16).flatten().copy_(torch.arange(parameter.numel()).remainder_(15000))
+    model = large_flux(double_blocks=4, single_blocks=8)
     original = original_layout("FluxTransformer2DModel", model.state_dict())
     del model
     path = save(
@@ -151,15 +142,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def probe(source: Path, ranks: int, output: Path) -> list[dict[str, Any]]:
+def probe(source: Path, ranks: int, directory: Path) -> list[dict[str, Any]]:
     """What each rank needed to load `source` in bfloat16."""
-    output.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "tests.support.transformer_probe", str(source), "bfloat16", str(output)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((output / f"{rank}.json").read_text()) for rank in range(ranks)]
+    rows = list(torchrun(directory, ranks, "tests.support.transformer_probe", str(source), "bfloat16"))
+    assert len(rows) == ranks, "a rank failed: its error is above"
+    return sorted(rows, key=lambda row: row["rank"])
 
 
 def assert_lean(reports: list[dict[str, Any]]) -> None:
@@ -176,7 +163,7 @@ def assert_lean(reports: list[dict[str, Any]]) -> None:
 def test_a_large_file_needs_no_more_than_its_shard_and_a_slice(
     large: Path, tmp_path: Path, ranks: int
 ) -> None:
-    reports = probe(large, ranks, tmp_path / "reports")
+    reports = probe(large, ranks, tmp_path)
     assert_lean(reports)
     assert max(report["held"] for report in reports) < (1.01 if ranks == 1 else 0.4) * reports[0]["stored"]
 
@@ -196,4 +183,4 @@ def test_a_large_fp8_file_needs_no_more_either(large: Path, tmp_path: Path) -> N
                 stored[key] = tensor.clone()
     file = save(stored, tmp_path / "fp8.safetensors")
     del stored
-    assert_lean(probe(file, 2, tmp_path / "reports"))
+    assert_lean(probe(file, 2, tmp_path))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +82,9 @@ def difference(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> tuple
     return max(max_rel(a, b) for a, b in pairs), max((a - b).abs().max().item() for a, b in pairs)
 
 
-@dataclass(frozen=True)
-class Written:
-    """A model folder for the ranks, and how far a wrong split moves its result."""
-
-    name: str
-    wrong_split: float
-
-
 @torch.no_grad()
-def write(case: ModelCase, seed: int, directory: Path) -> Written:
-    """The folder, one process's result beside it, and the figure that shows the comparison would notice a fault."""
+def write(case: ModelCase, seed: int, directory: Path) -> float:
+    """Write the folder, one process's result beside it; how far a wrong split would move that result."""
     model, inputs = drawn(case, seed)
     folder = directory / case.name
     # Several files, as large models have them.
@@ -105,14 +96,14 @@ def write(case: ModelCase, seed: int, directory: Path) -> Written:
     path = next(path for path, split in plan.splits.items() if split.style == "rowwise")
     weight = model.get_submodule(path).weight
     weight.copy_(weight.roll(weight.shape[1] // 2, dims=1))  # type: ignore[operator, index]
-    return Written(case.name, difference(outputs(case.run(model, inputs)), expected)[0])
+    return difference(outputs(case.run(model, inputs)), expected)[0]
 
 
 def rows(
     directory: Path, names: Sequence[str], seed: int, layouts: Sequence[Sequence[int]] = LAYOUTS
 ) -> Iterator[dict[str, Any]]:
     """A row per (class, layout)."""
-    written = {name: write(CASES[name], seed, directory) for name in names}
+    wrong_split = {name: write(CASES[name], seed, directory) for name in names}
     for shares in layouts:
         arguments = (str(directory), str(seed), ",".join(map(str, shares)), *names)
         for row in torchrun(directory, len(shares), "tests.parity.rank", *arguments):
@@ -123,7 +114,7 @@ def rows(
                 "dtype": "float32",
                 "max_abs": row.get("max_abs"),
                 "max_rel": row.get("max_rel"),
-                "wrong_split": written[row["family"]].wrong_split,
+                "wrong_split": wrong_split[row["family"]],
                 "peak_mb": row.get("peak_mb"),
                 **({"error": row["error"]} if "error" in row else {}),
             }

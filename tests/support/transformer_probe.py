@@ -1,11 +1,10 @@
-"""Loads a transformer on the ranks of a torchrun and writes what each of them needed.
+"""Loads a transformer on the ranks of a torchrun and emits what each of them needed.
 
-Arguments: a single file or a folder, the dtype to hold it in, the output directory.
+Arguments: a single file or a folder, the dtype to hold it in.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -22,10 +21,11 @@ from runtime.engine.mesh import build_mesh
 from runtime.environment import rank_environment
 from runtime.spec import ParallelSpec
 from tests.support.load_probe import Peak
+from tests.support.torchrun import emit
 
 
 def main() -> None:
-    source, dtype, output = Path(sys.argv[1]), getattr(torch, sys.argv[2]), Path(sys.argv[3])
+    source, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
     place = rank_environment()
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
@@ -48,13 +48,14 @@ def main() -> None:
         seconds = time.perf_counter() - start
         time.sleep(0.05)
     report = {
+        "rank": place.rank,
         "grown_at_peak": memory.peak - memory.start,
         "held": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         "largest_slice": max(one.read for one in slices) * dtype.itemsize,
         "stored": sum(one.stored for one in slices) * dtype.itemsize,
         "seconds": seconds,
     }
-    (output / f"{place.rank}.json").write_text(json.dumps(report))
+    emit(report)
     dist.destroy_process_group()
 
 
