@@ -5,14 +5,22 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from . import comfy_host
-from .loaders import LoadPipeline
+from .loaders import LoadDiffusionModel, LoadPipeline
 from .parallel_config import ParallelConfigNode, TensorPlanNode
 from .pipeline import Decode, EncodePrompt, SamplePipeline
 
 
 class ShardedExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [ParallelConfigNode, TensorPlanNode, LoadPipeline, EncodePrompt, SamplePipeline, Decode]
+        return [
+            ParallelConfigNode,
+            TensorPlanNode,
+            LoadDiffusionModel,
+            LoadPipeline,
+            EncodePrompt,
+            SamplePipeline,
+            Decode,
+        ]
 
 
 def comfy_entrypoint() -> ShardedExtension:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import comfy.latent_formats
+import comfy.model_detection
 import comfy.model_management
 import comfy.utils
+import comfy_execution.utils
 import folder_paths
 import latent_preview
 import torch
@@ -23,9 +26,18 @@ from aiohttp import web
 from server import PromptServer
 
 from ..runtime.group import GROUPS, Slot
-from ..runtime.spec import Cancelled, Device, Progress, RankOutOfMemory
+from ..runtime.spec import (
+    Cancelled,
+    Device,
+    Layout,
+    ParallelConfig,
+    Progress,
+    RankOutOfMemory,
+    Refusal,
+)
 
 log = logging.getLogger("comfyui-sharded")
+CPU, META = torch.device("cpu"), torch.device("meta")
 _SAID_CHARACTERS = 240  # of a line: the planner's longest reason
 _UNSAFE = str.maketrans({"<": "(", ">": ")", "&": "+", "*": "x", "_": "-", "#": "", "[": "(", "]": ")"})
 
@@ -64,13 +76,65 @@ def _pipelines() -> dict[str, Path]:
     return found
 
 
-def gpus_without_names(devices: tuple[Device, ...]) -> bool:
-    """Whether ComfyUI has a GPU while the group would run on the CPU because the cards could not be identified."""
-    return devices[0].kind == "cpu" and comfy.model_management.get_torch_device().type != "cpu"
+def denoisers() -> list[str]:
+    """Names of the diffusion models: files of ComfyUI's `diffusion_models`, and transformers of diffusers folders."""
+    return [*folder_paths.get_filename_list("diffusion_models"), *sorted(_transformers())]
+
+
+def denoiser_path(name: str) -> Path | None:
+    """The file or folder of a name from `denoisers`; nothing else resolves."""
+    if name in (transformers := _transformers()):
+        return transformers[name]
+    if name not in folder_paths.get_filename_list("diffusion_models"):
+        return None
+    path = folder_paths.get_full_path("diffusion_models", name)
+    return Path(path) if path else None
+
+
+def _transformers() -> dict[str, Path]:
+    return {
+        f"{name}/{part}": path / part
+        for name, path in _pipelines().items()
+        for part in ("transformer", "transformer_2")
+        if (path / part / "config.json").is_file()
+    }
+
+
+def refuse_unnamed_gpus(config: ParallelConfig, layout: Layout) -> None:
+    """Refuse to run on the CPU only because the cards of a machine with GPUs could not be identified."""
+    on_cpu = layout.devices[0].kind == "cpu"
+    if config.devices != "cpu" and on_cpu and main_device().type != "cpu":
+        raise Refusal(
+            "The GPUs of this machine could not be identified.",
+            "Ranks own NVIDIA cards by UUID, which the driver tells through the package nvidia-ml-py.",
+            "Works instead: pip install nvidia-ml-py, or devices cpu.",
+        )
+
+
+def detect(names: dict[str, torch.Tensor]) -> Any:
+    """ComfyUI's description of the model with these names and shapes, None if it knows no such model."""
+    detection = comfy.model_detection
+    found = detection.model_config_from_unet(names, "")
+    if found is None and (converted := detection.convert_diffusers_mmdit(names, "")) is not None:
+        names.clear()
+        names.update(converted)
+        found = detection.model_config_from_unet(names, "")
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------
 # Progress, text, previews and cancel
+
+
+def executing_node() -> str | None:
+    """The node that is executing on this thread."""
+    context = comfy_execution.utils.get_executing_context()
+    return context.node_id if context else None
+
+
+def raise_if_interrupted() -> None:
+    """Raise ComfyUI's interrupt if the user pressed Cancel. Only on the thread of the node: it clears the flag."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
 
 
 def interrupted() -> bool:
@@ -90,8 +154,10 @@ def comfy_errors() -> Iterator[None]:
         raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
 
 
-def say(node_id: str, *lines: str) -> None:
+def say(node_id: str | None, *lines: str) -> None:
     """A line or two of text on a node, in the client that queued the prompt."""
+    if node_id is None:
+        return
     server = PromptServer.instance
     text = "\n".join(line.translate(_UNSAFE)[:_SAID_CHARACTERS] for line in lines)
     with contextlib.suppress(AttributeError):  # a server without the method still runs the workflow
@@ -106,7 +172,7 @@ def readable_bytes(nbytes: int) -> str:
 class NodeProgress:
     """The bar, the preview and the text of one node while the group works for it."""
 
-    def __init__(self, node_id: str, latent_format: Any = None):
+    def __init__(self, node_id: str | None, latent_format: Any = None):
         self.node_id = node_id
         self._bar = comfy.utils.ProgressBar(1, node_id=node_id)
         self._phase = ""
@@ -164,23 +230,51 @@ def make_room(slot: ManagedSlot, nbytes: int) -> None:
     """
     management = comfy.model_management
     own = [loaded for loaded in management.current_loaded_models if loaded.model is slot]
-    devices = comfy_devices(slot.slot.layout.devices)
+    devices = _torch_devices(slot.slot)
     for device in devices:
         management.free_memory(nbytes * 1.1 + management.minimum_inference_memory(), device, keep_loaded=own)
     if devices:
         management.soft_empty_cache()  # cached blocks are invisible to the ranks
 
 
-def comfy_devices(devices: tuple[Device, ...]) -> list[torch.device]:
-    """The torch devices of this process that are cards of the group."""
-    wanted = {device.uuid.removeprefix("GPU-") for device in devices if device.kind == "cuda"}
-    if not wanted or not torch.cuda.is_available():
-        return []
-    return [
-        torch.device("cuda", index)
-        for index in range(torch.cuda.device_count())
-        if str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-") in wanted
-    ]
+def main_device() -> torch.device:
+    """The device on which ComfyUI itself computes."""
+    return comfy.model_management.get_torch_device()
+
+
+def return_cached_memory() -> None:
+    """Give this process's cached blocks back to the devices, where the ranks can take them."""
+    comfy.model_management.soft_empty_cache()
+
+
+def unloading_everything() -> bool:
+    """Whether ComfyUI is emptying its devices (/free, out of memory), not just making room for another model.
+
+    Its memory manager calls the same methods for both, so the callers are asked: `unload_all_models` is public.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is comfy.model_management.unload_all_models.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def torch_device_of(device: Device) -> torch.device | None:
+    """The torch device of this process that is a rank's device; None if ComfyUI does not use that one."""
+    if device.kind == "cpu":
+        return main_device() if main_device().type == "cpu" else None
+    wanted = device.uuid.removeprefix("GPU-")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-") == wanted:
+            return torch.device("cuda", index)
+    return None
+
+
+def _torch_devices(slot: Slot) -> list[torch.device]:
+    """The GPUs of a slot that ComfyUI uses."""
+    found = [torch_device_of(device) for device in slot.layout.devices if device.kind == "cuda"]
+    return [device for device in found if device is not None]
 
 
 class ManagedSlot:
@@ -203,7 +297,7 @@ class ManagedSlot:
 
     def note_loaded(self, weight_bytes: int) -> None:
         """Enter the slot in the list; idempotent."""
-        on_this_device = self.load_device in comfy_devices(self.slot.layout.devices)
+        on_this_device = self.load_device in _torch_devices(self.slot)
         self._size = weight_bytes if on_this_device else 0
         comfy.model_management.load_models_gpu([self])
 

@@ -9,6 +9,7 @@ from ..runtime.group import GROUPS
 from ..runtime.spec import DTYPES, ParallelConfig, ParallelSpec, Refusal
 from . import comfy_host
 from .cables import CATEGORY, ParallelConfigCable, PipelineCable, ShardedPipeline
+from .native.model import sharded_model
 
 
 class LoadPipeline(io.ComfyNode):
@@ -43,13 +44,9 @@ class LoadPipeline(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, pipeline_name: str | None = None, dtype: str | None = None) -> bool | str:
-        for name, value, options in (
-            ("pipeline_name", pipeline_name, comfy_host.pipeline_folders()),
-            ("dtype", dtype, list(DTYPES)),
-        ):
-            if value is not None and value not in options:
-                return f"Value not in list: {name}: '{value}' not in {options}"
-        return True
+        return _in_lists(
+            pipeline_name=(pipeline_name, comfy_host.pipeline_folders()), dtype=(dtype, list(DTYPES))
+        )
 
     @classmethod
     def fingerprint_inputs(cls, pipeline_name: str | None = None, **_others: object) -> str:
@@ -71,12 +68,7 @@ class LoadPipeline(io.ComfyNode):
         config = parallel_config or ParallelConfig()
         facts = planner.check_pipeline(path, config)
         layout = planner.plan(facts, config, dtype=dtype)
-        if config.devices != "cpu" and comfy_host.gpus_without_names(layout.devices):
-            raise Refusal(
-                "The GPUs of this machine could not be identified.",
-                "Ranks own NVIDIA cards by UUID, which the driver tells through the package nvidia-ml-py.",
-                "Works instead: pip install nvidia-ml-py, or devices cpu.",
-            )
+        comfy_host.refuse_unnamed_gpus(config, layout)
         pipeline = ShardedPipeline(GROUPS.slot(layout, planner.model_spec(facts, dtype, layout)))
         was_loaded = pipeline.slot.loaded
         progress = comfy_host.NodeProgress(cls.hidden.unique_id)
@@ -86,6 +78,85 @@ class LoadPipeline(io.ComfyNode):
         done = "already loaded" if was_loaded else f"loaded in {info.seconds:.1f} s"
         comfy_host.say(cls.hidden.unique_id, f"{layout.spec.describe()}, {size}, {done}", layout.reason)
         return io.NodeOutput(pipeline)
+
+
+class LoadDiffusionModel(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="ShardedLoadDiffusionModel",
+            display_name="Load Diffusion Model (Sharded)",
+            category=CATEGORY,
+            description="A MODEL for every stock sampler whose denoiser runs on a group of ranks, divided as the "
+            "Parallel Config says.",
+            inputs=[
+                io.Combo.Input(
+                    "model_name",
+                    options=comfy_host.denoisers(),
+                    tooltip="A safetensors file in models/diffusion_models, or the transformer of a folder in "
+                    "models/diffusers.",
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=list(DTYPES),
+                    default="auto",
+                    tooltip="Number format of the weights on the devices. auto keeps the one they are stored in; "
+                    "fp8 becomes bfloat16.",
+                ),
+                io.Boolean.Input(
+                    "verify_first_step",
+                    default=False,
+                    tooltip="Also run the first step on one device, where the whole model fits, and stop if the "
+                    "result differs by more than rounding.",
+                ),
+                ParallelConfigCable.Input(
+                    "parallel_config",
+                    optional=True,
+                    tooltip="How to divide the model. Without it: auto.",
+                ),
+            ],
+            outputs=[io.Model.Output("MODEL", display_name="model")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, model_name: str | None = None, dtype: str | None = None) -> bool | str:
+        return _in_lists(model_name=(model_name, comfy_host.denoisers()), dtype=(dtype, list(DTYPES)))
+
+    @classmethod
+    def fingerprint_inputs(cls, model_name: str | None = None, **_others: object) -> str:
+        """A replaced model is loaded again, an unchanged one never is."""
+        path = comfy_host.denoiser_path(model_name) if model_name else None
+        return planner.model_version(path) if path else ""
+
+    @classmethod
+    def execute(
+        cls,
+        model_name: str,
+        dtype: str,
+        verify_first_step: bool,
+        parallel_config: ParallelConfig | None = None,
+    ) -> io.NodeOutput:
+        path = comfy_host.denoiser_path(model_name)
+        if path is None:
+            raise Refusal(
+                f"There is no diffusion model '{model_name}'.",
+                "They are files in ComfyUI's diffusion_models folders and transformers of diffusers folders.",
+                "Choose one from the list, and refresh it after adding files.",
+            )
+        model, layout = sharded_model(
+            path, parallel_config or ParallelConfig(), dtype, verify=verify_first_step
+        )
+        comfy_host.say(cls.hidden.unique_id, layout.spec.describe(), layout.reason)
+        return io.NodeOutput(model)
+
+
+def _in_lists(**inputs: tuple[str | None, list[str]]) -> bool | str:
+    """ComfyUI's own check of combos, which releases before 0.8 make for V1 nodes only."""
+    for name, (value, options) in inputs.items():
+        if value is not None and value not in options:
+            return f"Value not in list: {name}: '{value}' not in {options}"
+    return True
 
 
 def _of_which(spec: ParallelSpec, heads: int) -> str:

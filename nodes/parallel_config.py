@@ -14,7 +14,7 @@ _AXIS_TOOLTIPS = {
     "ulysses": "manual only: over how many devices the sequence is divided; attention swaps heads. Faster steps.",
     "ring": "manual only: ring attention. Not built yet: leave at 1.",
     "stage": "manual only: consecutive layers per device. Not built yet: leave at 1.",
-    "replica": "manual only: full copies of the model. Not built yet: leave at 1.",
+    "replica": "manual only: copies of the model that share the calls of a step: CFG's two, or a batch.",
 }
 # The pack's own plan for FLUX.1, written out: diffusers' plan for it, and the modulation layers.
 _FLUX_PLAN = """\

@@ -17,7 +17,6 @@ from .verified import CONTEXT_CLASSES, TENSOR_CLASSES
 _NOT_BUILT = {
     "ring": "ring attention (ring) is not built yet; ulysses also splits the sequence",
     "stage": "consecutive layers per rank (stage) is not built yet; tensor also divides the weights",
-    "replica": "several copies of the model (replica) is not built yet; queue the prompts one after the other",
 }
 _MOST_RANKS = 64  # of any suggestion: as many as the Parallel Config can ask for
 Problem = tuple[str, str]  # what cannot be done, and why
@@ -70,8 +69,18 @@ def has_plan(situation: Situation, axis: str) -> bool:
 
 def _problem(situation: Situation, spec: ParallelSpec) -> Problem | None:
     """The first thing that is wrong with well-formed degrees."""
-    checks = (_too_many_ranks, _without_plan, _indivisible, _without_room)
+    checks = (_copies_of_a_pipeline, _too_many_ranks, _without_plan, _indivisible, _without_room)
     return next((problem for check in checks if (problem := check(situation, spec))), None)
+
+
+def _copies_of_a_pipeline(situation: Situation, spec: ParallelSpec) -> Problem | None:
+    if spec.replica == 1 or not situation.facts.pipeline_class:
+        return None
+    return (
+        f"replica {spec.replica} cannot be used with a pipeline.",
+        "Copies share the calls of one step: CFG's two, or a batch; the pipeline nodes make one. "
+        "Load Diffusion Model (Sharded) takes it.",
+    )
 
 
 def _too_many_ranks(situation: Situation, spec: ParallelSpec) -> Problem | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from .accept import has_plan
 from .room import Placement, Situation, holds, place, rank_bytes
 from .spec import Device, ParallelSpec, divide
+from .verified import ANY_TEXT_LENGTH
 
 # From here on attention does more work than the weight matrices: 4 T d against 24 d² for each token of a block, so
 # T = 6 d, which is 18 thousand at FLUX's d of 3072. Pictures of four megapixels come near it, video is beyond.
@@ -51,7 +52,7 @@ def _context(situation: Situation) -> int:
 
     Powers of two only: any other degree leaves a remainder of the 512 text tokens.
     """
-    if not has_plan(situation, "ulysses"):
+    if not has_plan(situation, "ulysses") or situation.facts.transformer_class in ANY_TEXT_LENGTH:
         return 1
     whole = rank_bytes(situation.facts, situation.dtype, ParallelSpec())
     holding = sum(holds(device, whole) for device in situation.devices)
@@ -113,9 +114,8 @@ def _why_context(situation: Situation, strategy: str, tensor: int, context: int)
     over = _over(situation, context)
     if 2 * context <= tensor:
         return f"the cards reach each other only through the host, so the sequence is divided{over}"
-    # The planner does not know how many prompts wait: for many, a copy on each card would be better.
-    fast = f"the weights fit on each card used, so the sequence is divided{over} for speed"
-    return f"{fast}; copies of the model for many prompts are not built yet"
+    # The planner knows neither CFG nor the batch, for which copies on each card (replica) would be better.
+    return f"the weights fit on each card used, so the sequence is divided{over} for speed"
 
 
 def _why_tensor(situation: Situation, strategy: str, tensor: int, context: int, slow: bool) -> str:
@@ -154,6 +154,8 @@ def _why_not_context(situation: Situation, strategy: str, context: int) -> str:
         return "the sequence can be divided over few of the cards only"
     if not has_plan(situation, "ulysses"):
         return "the sequence of this model cannot be divided yet"
+    if situation.facts.transformer_class in ANY_TEXT_LENGTH:
+        return "the sequence of this model cannot be divided for every prompt yet"
     if not situation.on_cpu and not all(card.total_bytes for card in situation.devices):
         return "not every card tells its memory"
     whole = rank_bytes(situation.facts, situation.dtype, ParallelSpec())

@@ -26,12 +26,13 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from . import environment, launch, wire
+from .kept import KeptTensors
 from .spec import (
     Cancel,
     Cancelled,
@@ -41,6 +42,8 @@ from .spec import (
     Load,
     Memory,
     ModelSpec,
+    Park,
+    Parked,
     Ping,
     Progress,
     RankError,
@@ -167,6 +170,7 @@ class WorkerGroup:
         self.phase = "stopped"  # stopped, starting, ready, or the name of the request that runs
         self.reason = ""
         self.slots: dict[str, SlotInfo] = {}  # what the running session holds, as rank 0 reports it
+        self.parked: dict[str, SlotInfo] = {}  # what it holds in host RAM instead
         self.layouts: dict[str, Layout] = {}
         self._lock = threading.RLock()
         self._session: _Session | None = None
@@ -230,6 +234,7 @@ class WorkerGroup:
         with self._lock:
             session, self._session = self._session, None
             self.slots.clear()
+            self.parked.clear()
             self.phase, self.reason = "stopped", reason
             if session is not None:
                 session.close()
@@ -328,7 +333,9 @@ class WorkerGroup:
             rank = min(real, key=lambda r: (real[r].kind != "memory", r))
             error = self._failed(session, rank, real[rank], doing)
             if any(failure.kind == "empty" for failure in real.values()):
-                self.slots.clear()  # host and ranks disagree about what is held: load again on the next use
+                # Host and ranks disagree about what is held: load again on the next use.
+                self.slots.clear()
+                self.parked.clear()
             if len(replies) + len(failures) < len(session.connections):
                 self.close(str(error).partition("\n")[0])
             raise error
@@ -402,13 +409,14 @@ class WorkerGroup:
             "slots": [
                 {
                     "name": name,
-                    "state": "loaded",
+                    "state": state,
                     "layout": self.layouts[name].spec.describe(),
                     "degrees": self.layouts[name].spec.degrees(),
                     "weight_bytes": info.weight_bytes,
                     "load_seconds": round(info.seconds, 2),
                 }
-                for name, info in list(self.slots.items())
+                for state, held in (("loaded", self.slots), ("parked", self.parked))
+                for name, info in list(held.items())
             ],
         }
 
@@ -420,6 +428,9 @@ _ING = {
     "encode": "encoding",
     "sample": "sampling",
     "decode": "decoding",
+    "forward": "sampling",
+    "verify": "verifying",
+    "park": "parking",
     "unload": "unloading",
 }
 
@@ -466,10 +477,11 @@ class Slot:
 
     def __init__(self, name: str, layout: Layout, model: ModelSpec):
         self.name, self.layout, self.model = name, layout, model
+        self.kept = KeptTensors()
         weakref.finalize(self, _release_later, name, layout.devices)
 
     def ensure(self, report: Report | None = None, cancelled: IsCancelled | None = None) -> SlotInfo:
-        """Make the model resident; does nothing if it is. What rank 0 holds."""
+        """Make the model resident; does nothing if it is. What rank 0 holds: another object after each load."""
         group = GROUPS.group(self.layout.devices)
         with group._lock:
             group.start(report, cancelled)
@@ -478,6 +490,7 @@ class Slot:
                 replies = group.call(request, report=report, cancelled=cancelled)
                 info = replies[0].body
                 assert isinstance(info, SlotInfo)
+                group.parked.pop(self.name, None)
                 group.layouts[self.name] = self.layout
                 group.slots[self.name] = info
             return group.slots[self.name]
@@ -496,6 +509,30 @@ class Slot:
             self.ensure(report, cancelled)
             return group.call(request, tensors, report=report, cancelled=cancelled)[0]
 
+    @contextlib.contextmanager
+    def held(
+        self, report: Report | None = None, cancelled: IsCancelled | None = None
+    ) -> Iterator[tuple[SlotInfo, WorkerGroup]]:
+        """The loaded model's group for several calls that nothing may come between; and what rank 0 holds."""
+        group = GROUPS.group(self.layout.devices)
+        with group._lock:
+            yield self.ensure(report, cancelled), group
+
+    def park(self) -> None:
+        """Take the model off its devices, into host RAM if that has room. It comes back on the next use."""
+        group = GROUPS.find(self.layout.devices)
+        if group is None:
+            return
+        with group._lock:
+            info = group.slots.pop(self.name, None)
+            if info is None:
+                return
+            with contextlib.suppress(RankError):
+                answers = group.call(Park(slot=self.name)).values()
+                if all(isinstance(one.body, Parked) and one.body.in_host_memory for one in answers):
+                    group.parked[self.name] = info
+            log.info("%s %s.", "Parked" if self.name in group.parked else "Dropped", self.name)
+
     def unload(self) -> None:
         """Give the model's memory back; the slot can be used again and then reloads."""
         GROUPS.unload(self.name, self.layout.devices)
@@ -509,7 +546,7 @@ class Slot:
 def _release_later(name: str, devices: tuple[Device, ...]) -> None:
     """Unload a slot nobody holds any more. In a thread: a finalizer may run inside any other call."""
     group = GROUPS.find(devices)
-    if group is not None and name in group.slots:
+    if group is not None and (name in group.slots or name in group.parked):
         threading.Thread(target=GROUPS.unload, args=(name, devices), daemon=True).start()
 
 
@@ -548,7 +585,8 @@ class Registry:
             return
         with group._lock:
             holder = self._slots.get(name)
-            if group.slots.pop(name, None) is not None:
+            held = [states.pop(name, None) for states in (group.slots, group.parked)]
+            if any(held):
                 log.info("Unloading %s%s.", name, "" if holder else ": nothing refers to it any more")
                 with contextlib.suppress(RankError):
                     group.call(Unload(slot=name))

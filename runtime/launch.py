@@ -29,6 +29,7 @@ from .spec import Device, GroupFile
 
 PACK = Path(__file__).resolve().parent.parent
 GROUP_FILE = "group.json"
+WORKER = "runtime.worker"  # the module that every rank runs
 
 
 def private_directory() -> Path:
@@ -79,12 +80,12 @@ class Processes:
                 "--rdzv-conf=store_type=file",
             ),
             f"--rdzv-id={secrets.token_hex(8)}",
-            *("--module", "runtime.worker", str(directory)),
+            *("--module", WORKER, str(directory)),
         ]
         with agent_log(directory).open("wb") as log:
             self._agent = subprocess.Popen(
                 command,
-                cwd=PACK,  # `-m runtime.worker` is found there, whatever the pack's folder is called
+                cwd=PACK,  # the module is found there, whatever the pack's folder is called
                 env=environment.group_environment(devices),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from .accept import accept, check_degrees
 from .choose import choose
+from .component import file_version, folder_version
 from .devices import choose_devices, default_cpu_ranks, physical_cards
-from .folder import folder_version, inspect_pipeline
+from .folder import inspect_pipeline
 from .plan_text import read_plan_text
 from .room import Situation, held_dtype, rank_bytes
 from .spec import STRATEGIES, Device, Layout, ModelFacts, ModelSpec, ParallelConfig, ParallelSpec, Refusal
+from .transformer import TransformerFile, inspect_transformer
 
 
 def check_config(config: ParallelConfig) -> None:
@@ -73,13 +75,18 @@ def check_devices(text: str) -> None:
 
 
 def model_version(path: Path) -> str:
-    """Changes when any file of the model's folder does."""
-    return folder_version(path)
+    """Changes when the model's file does, or any file of its folder."""
+    return folder_version(path) if path.is_dir() else file_version(path)
 
 
 def check_pipeline(path: Path, config: ParallelConfig | None = None) -> ModelFacts:
     """What the pipeline folder holds. Raises Refusal for anything that cannot be loaded."""
     return inspect_pipeline(path, config.tensor_plan if config else "")
+
+
+def check_transformer(path: Path, config: ParallelConfig | None = None) -> TransformerFile:
+    """What a transformer's file or component folder holds. Raises Refusal for anything that cannot be loaded."""
+    return inspect_transformer(path, config.tensor_plan if config else "")
 
 
 def model_spec(facts: ModelFacts, dtype: str, layout: Layout) -> ModelSpec:
@@ -93,6 +100,11 @@ def model_spec(facts: ModelFacts, dtype: str, layout: Layout) -> ModelSpec:
     )
 
 
+def shard_bytes(facts: ModelFacts, dtype: str, layout: Layout) -> tuple[int, ...]:
+    """Bytes of weights on each rank."""
+    return tuple(rank_bytes(facts, dtype, layout.spec, rank) for rank in range(layout.spec.world_size))
+
+
 def check_size(width: int, height: int, multiple: int) -> None:
     """Refuse a picture size the VAE and the patches cannot take."""
     for name, size in (("width", width), ("height", height)):
@@ -103,6 +115,27 @@ def check_size(width: int, height: int, multiple: int) -> None:
                 f"This model's VAE and patches take multiples of {multiple} pixels.",
                 f"Works instead: {name} {below} or {below + multiple}.",
             )
+
+
+def check_lengths(spec: ParallelSpec, lengths: Mapping[str, int]) -> None:
+    """Refuse sequences, such as the picture's and the text's tokens, that the ulysses degree does not divide."""
+    for name, tokens in lengths.items():
+        if tokens % spec.ulysses:
+            raise Refusal(
+                f"ulysses {spec.ulysses} does not divide the {tokens} {name} tokens of this run.",
+                "Every rank takes an equal part of the sequence; other lengths are not built yet.",
+                f"Works instead: tensor {spec.ulysses}, or {'another size' if name == 'picture' else 'other text'}.",
+            )
+
+
+def idle_replicas(spec: ParallelSpec, calls: int, batch: int) -> str:
+    """What to say when a step has less to do than there are copies of the model; "" when all have work."""
+    if spec.replica == 1 or max(calls, batch) > 1:
+        return ""
+    return (
+        f"replica {spec.replica} brings nothing here: at CFG 1 a step is one call for one picture. "
+        f"tensor or ulysses {spec.replica} would speed it up, so would a batch."
+    )
 
 
 def check_tokens(spec: ParallelSpec, text_tokens: int, width: int, height: int, multiple: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Entry:
     """One tensor as the header describes it; `first` and `last` bound its bytes, counted from the header's end."""
 
     key: str
+    file: Path
     dtype: str
     shape: tuple[int, ...]
     first: int
@@ -42,10 +44,15 @@ class Entry:
     def nbytes(self) -> int:
         return self.last - self.first
 
+    @property
+    def where(self) -> str:
+        """Where it lies, for messages."""
+        return f"'{printable(self.key)}' in '{printable(self.file.name)}'"
+
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors in the order in which they lie in the file, and the file's own notes."""
+    """The tensors in the order in which they lie in the files, and the files' own notes."""
 
     entries: tuple[Entry, ...]
     metadata: dict[str, str]
@@ -53,7 +60,7 @@ class Header:
     @property
     def nbytes(self) -> int:
         """Of all tensors."""
-        return self.entries[-1].last if self.entries else 0
+        return sum(entry.nbytes for entry in self.entries)
 
 
 def read_header(file: Path) -> Header:
@@ -67,6 +74,33 @@ def read_header(file: Path) -> Header:
     )
     _check_places(file, entries, data_bytes)
     return Header(tuple(entries), metadata)
+
+
+def read_headers(files: Iterable[Path]) -> Header:
+    """The headers of one model's files as one. Raises Refusal as `read_header` does, and for a key in two files."""
+    entries: dict[str, Entry] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        header = read_header(file)
+        metadata |= header.metadata
+        for entry in header.entries:
+            if entry.key in entries:
+                raise Refusal(
+                    f"'{printable(entry.key)}' is in '{printable(entries[entry.key].file.name)}' and in "
+                    f"'{printable(file.name)}'.",
+                    "A tensor that two files hold has no one value.",
+                    "Keep the files of one download only.",
+                )
+            entries[entry.key] = entry
+    return Header(tuple(entries.values()), metadata)
+
+
+def read_bytes(entry: Entry) -> bytes:
+    """A tensor's bytes, for the few that are notes and no weights. Raises OSError."""
+    with entry.file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        opened.seek(8 + length + entry.first)
+        return opened.read(entry.nbytes)
 
 
 def printable(value: object) -> str:
@@ -121,7 +155,7 @@ def _entry(file: Path, key: str, value: object) -> Entry:
             file,
             f"'{printable(key)}', {dtype} {shape}, needs {expected / 8:,.0f} bytes and is given {last - first:,}",
         )
-    return Entry(key, dtype, tuple(shape), first, last)
+    return Entry(key, file, dtype, tuple(shape), first, last)
 
 
 def _check_places(file: Path, entries: list[Entry], data_bytes: int) -> None:

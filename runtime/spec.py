@@ -202,13 +202,18 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A model for a slot: a diffusers folder on this machine, the dtype to hold it in, and the folder's state."""
+    """A model for a slot: where it lies on this machine, the dtype to hold it in, and the state of its files.
+
+    With a `pipeline_class` it is a whole pipeline in a diffusers folder; without one a transformer alone, in a single
+    file or a folder. `replaced` are modules of a transformer that calls may replace (see `DenoiserCall`).
+    """
 
     path: str
     pipeline_class: str
     dtype: str
     version: str = ""
     rank_bytes: int = 0  # of the transformer on one rank, as far as the headers tell
+    replaced: tuple[str, ...] = ()
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -255,6 +260,64 @@ class Decode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     slot: str
 
 
+class TensorRef(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a call: the tensors of these numbers, joined along `dim` if there are several.
+
+    A number is the name of a tensor in the frame, or one that the ranks keep from an earlier frame. `batched`: dim 0
+    is the batch, unless its size is 1. `tokens`: dim 1 follows the picture's tokens, and each rank of a context axis
+    takes its own part of it.
+    """
+
+    numbers: tuple[int, ...]
+    dim: int = 0
+    batched: bool = True
+    tokens: bool = False
+
+
+class DenoiserCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a transformer, as data.
+
+    Keys of `arguments` are keyword arguments; a dotted key is an entry of a dict or, by number, of a list. Modules
+    named in `inputs` get that first argument instead of the model's, those in `outputs` answer that instead of
+    computing (as a tuple if there are several), and those in `skipped` hand back the arguments named there. `rows`
+    are the first and last + 1 row of the batch for each replica; equal numbers leave a replica out.
+    """
+
+    arguments: dict[str, TensorRef | bool | int | float | str | None]
+    inputs: dict[str, TensorRef] = {}
+    outputs: dict[str, tuple[TensorRef, ...]] = {}
+    skipped: dict[str, tuple[str, ...]] = {}
+    rows: tuple[tuple[int, int], ...] = ()
+
+
+class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run a transformer once for each call. Tensors: by number; those in `keep` stay on the ranks until dropped.
+
+    Reply: Forwarded, from the first rank of each replica with tensors named by the call's place, its rows only.
+    """
+
+    slot: str
+    calls: tuple[DenoiserCall, ...]
+    keep: tuple[int, ...] = ()
+    drop: tuple[int, ...] = ()
+
+
+class Verify(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run one call on the whole model, on rank 0 alone, where that has room for it.
+
+    Reply: Verified, with tensor `reference` if it was run. Keeps and drops nothing.
+    """
+
+    slot: str
+    call: DenoiserCall
+
+
+class Park(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Move a slot's weights off the devices: into host RAM if that has room, else away. Reply: Parked."""
+
+    slot: str
+
+
 class Unload(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Empty a slot and give its memory back. Unknown slots are no error."""
 
@@ -273,7 +336,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Stop the call that this frame's number names, at the next boundary, on all ranks together. No reply."""
 
 
-Request = Load | Encode | Sample | Decode | Unload | Stats | Ping | Cancel
+Request = Load | Encode | Sample | Decode | Forward | Verify | Park | Unload | Stats | Ping | Cancel
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -299,16 +362,44 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class SlotInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What a rank holds after Load. Sizes in bytes on this rank; factors are pixels per latent cell."""
+    """What a rank holds after Load. Sizes in bytes on this rank; factors are pixels per latent cell.
+
+    All but the first two are of pipelines.
+    """
 
     weight_bytes: int
     seconds: float
-    latent_channels: int
-    vae_factor: int
-    size_multiple: int
-    text_width: int
-    pooled_width: int
-    takes_guidance: bool
+    latent_channels: int = 0
+    vae_factor: int = 0
+    size_multiple: int = 0
+    text_width: int = 0
+    pooled_width: int = 0
+    takes_guidance: bool = False
+
+
+class Forwarded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The calls of a Forward that this rank took part in: their place, begin and end in seconds.
+
+    The clock is the machine's monotonic one, so that the figures of all ranks compare.
+    """
+
+    spans: tuple[tuple[int, float, float], ...] = ()
+
+
+class Verified(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The whole model's answer is in the frame. `own_error` is how far rounding alone moves it, as max_rel.
+
+    `missing_bytes` is not 0 where rank 0 has no room for the whole model; then nothing was run.
+    """
+
+    own_error: float = 0.0
+    missing_bytes: int = 0
+
+
+class Parked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Whether the slot's weights are in host RAM; if not, they are gone."""
+
+    in_host_memory: bool
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -331,7 +422,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     traceback: str = ""
 
 
-Reply = Memory | Ready | SlotInfo | Progress | Done | Failure
+Reply = Memory | Ready | SlotInfo | Forwarded | Verified | Parked | Progress | Done | Failure
 Body = Request | Reply
 
 

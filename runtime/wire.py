@@ -329,8 +329,6 @@ class Connection:
             [staged.buffers[header.buffer] for header in headers if header.buffer >= 0] if staged else []
         )
         fresh = list({b.number: b for b in buffers if b.number not in self._sent_descriptors}.values())
-        if len(fresh) > _MAX_DESCRIPTORS:
-            raise ValueError(f"{len(fresh)} large tensors in one frame; at most {_MAX_DESCRIPTORS}")
         self._sent_descriptors |= {buffer.number for buffer in fresh}
         with self._lent_lock:
             for buffer in buffers:
@@ -339,14 +337,23 @@ class Connection:
         self.pool.trim()
         closed = self.pool.gone(self._sent_descriptors)
         self._sent_descriptors -= closed
+        while len(fresh) > _MAX_DESCRIPTORS:  # frames of their own announce what does not fit in one
+            self._announce(fresh[:_MAX_DESCRIPTORS])
+            fresh = fresh[_MAX_DESCRIPTORS:]
         opened = [(buffer.number, buffer.size) for buffer in fresh]
         header_bytes = self._encoder.encode(
             FrameHeader(call, body, headers, opened, sorted(closed), list(_drain(self._dead_views)))
         )
-        payload = staged.payload if staged else []
-        prefix = _PREFIX.pack(len(header_bytes), sum(len(part) for part in payload))
+        self._send_frame(header_bytes, staged.payload if staged else [], fresh)
+
+    def _announce(self, buffers: list[Buffer]) -> None:
+        opened = [(buffer.number, buffer.size) for buffer in buffers]
+        self._send_frame(self._encoder.encode(FrameHeader(0, None, opened=opened)), [], buffers)
+
+    def _send_frame(self, header: bytes, payload: list[memoryview], opened: list[Buffer]) -> None:
+        prefix = _PREFIX.pack(len(header), sum(len(part) for part in payload))
         try:
-            self._send_bytes([prefix, header_bytes, *payload], [buffer.descriptor for buffer in fresh])
+            self._send_bytes([prefix, header, *payload], [buffer.descriptor for buffer in opened])
         except OSError as error:
             raise ConnectionLost(str(error)) from error
 

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -31,8 +31,12 @@ from .spec import (
     Done,
     Encode,
     Failure,
+    Forward,
+    Forwarded,
     GroupFile,
     Load,
+    Park,
+    Parked,
     Ping,
     Progress,
     Ready,
@@ -40,13 +44,17 @@ from .spec import (
     Sample,
     Stats,
     Unload,
+    Verified,
+    Verify,
 )
 
 if TYPE_CHECKING:
     import torch
 
     from .engine.backend import Backend
+    from .engine.denoiser import DenoiserSlot
     from .engine.pipelines import PipelineSlot
+    from .engine.slots import HeldSlot
 
 HEARTBEAT_SECONDS = 2.0
 
@@ -69,7 +77,7 @@ class Worker:
         self.requests: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
         self.cancelled_call = 0  # the newest call the host asked to stop
         self.backend: Backend
-        self.slots: dict[str, PipelineSlot] = {}
+        self.slots: dict[str, HeldSlot] = {}
         threading.Thread(target=self._read, name="reader", daemon=True).start()
 
     def _read(self) -> None:
@@ -124,6 +132,9 @@ class Worker:
         except Exception as error:
             print(traceback.format_exc(), file=sys.stderr, flush=True)
             body, tensors = _failure(error), {}
+            traceback.clear_frames(
+                error.__traceback__
+            )  # they hold tensors, of which an out-of-memory wants the room
         del message  # its views go back to the host with this reply
         self.backend.return_cache()
         self._reply(call, body, tensors)
@@ -141,14 +152,22 @@ class Worker:
             case Load():
                 return self._load(request, report, cancelled), {}
             case Encode():
-                return self._done(self._slot(request.slot).encode(request.prompt, cancelled))
+                return self._done(self._pipeline(request.slot).encode(request.prompt, cancelled))
             case Sample():
-                return self._done(self._slot(request.slot).sample(request, tensors, report, cancelled))
+                return self._done(self._pipeline(request.slot).sample(request, tensors, report, cancelled))
             case Decode():
                 pool = self.connection.pool
                 return self._done(
-                    self._slot(request.slot).decode(tensors["samples"], pool.empty, report, cancelled)
+                    self._pipeline(request.slot).decode(tensors["samples"], pool.empty, report, cancelled)
                 )
+            case Forward():
+                slot = self._denoiser(request.slot)
+                spans, outputs = slot.forward(request, tensors, self.connection.pool.empty)
+                return Forwarded(spans=spans), outputs
+            case Verify():
+                return self._verify(request, tensors)
+            case Park():
+                return self._park(request.slot), {}
             case Unload():
                 self.slots.pop(request.slot, None)
                 self.backend.release_memory()
@@ -161,16 +180,54 @@ class Worker:
         raise TypeError(f"{type(request).__name__} is no request")
 
     def _load(self, request: Load, report, cancelled) -> Body:
-        from .engine.pipelines import PipelineSlot
-
+        slot = self.slots.get(request.slot)
+        if slot is not None and getattr(slot, "parked", False):
+            slot.unpark()  # type: ignore[attr-defined]
+            return slot.info()
         self.slots.pop(request.slot, None)
+        slot = None
         self.backend.release_memory()
-        slot = PipelineSlot(request.model, request.parallel, self.backend)
+        slot = self._new_slot(request)
         slot.load(report, cancelled)
         self.slots[request.slot] = slot
         return slot.info()
 
-    def _slot(self, name: str) -> PipelineSlot:
+    def _new_slot(self, request: Load) -> HeldSlot:
+        """Imports what its kind of model needs, and no more: a pipeline's classes take seconds."""
+        if request.model.pipeline_class:
+            from .engine.pipelines import PipelineSlot
+
+            return PipelineSlot(request.model, request.parallel, self.backend)
+        from .engine.denoiser import DenoiserSlot
+
+        return DenoiserSlot(request.model, request.parallel, self.backend)
+
+    def _park(self, name: str) -> Parked:
+        slot = self._denoiser(name)
+        in_host_memory = slot.park()
+        if not in_host_memory:
+            self.slots.pop(name)
+        del slot
+        self.backend.release_memory()
+        return Parked(in_host_memory=in_host_memory)
+
+    def _verify(self, request: Verify, tensors: dict[str, torch.Tensor]) -> tuple[Body, dict]:
+        if self.place.rank:
+            return Verified(), {}
+        missing, own_error, reference = self._denoiser(request.slot).verify(request, tensors)
+        body = Verified(own_error=own_error, missing_bytes=missing)
+        return body, {} if reference is None else {"reference": reference}
+
+    def _pipeline(self, name: str) -> PipelineSlot:
+        return self._slot(name)
+
+    def _denoiser(self, name: str) -> DenoiserSlot:
+        slot = self._slot(name)
+        if slot.parked:
+            raise EmptySlot(f"slot '{name}' is parked on rank {self.place.rank}")
+        return slot
+
+    def _slot(self, name: str) -> Any:
         if name not in self.slots:
             raise EmptySlot(f"slot '{name}' is empty on rank {self.place.rank}")
         return self.slots[name]

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -21,6 +23,7 @@ from ..environment import RankEnvironment
 from ..spec import Device, Memory
 
 PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
+HOST_RESERVE = 4 << 30  # bytes of host RAM that parked weights leave alone
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a backstop: the host ends a stuck group long before
 
 
@@ -90,6 +93,27 @@ class Backend:
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + cached > nbytes * 1.1
 
+    def host_has_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` more fit into host RAM, with room left for everything else on the machine.
+
+        On the CPU parked weights stay where they are and take nothing.
+        """
+        return not self.is_cuda or host_memory_available() > nbytes * 1.1 + HOST_RESERVE
+
+    def to_host(self, module: torch.nn.Module) -> None:
+        """Move a module's weights to host RAM, page-locked, so that they come back at the full speed of the bus."""
+        if not self.is_cuda:
+            return
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_cuda:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                tensor.data = host.copy_(tensor)
+
+    def wait(self, tensor: torch.Tensor) -> None:
+        """Return when `tensor` is computed: where nobody reads a result, the call would otherwise end early."""
+        if self.is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+
     def release_memory(self) -> None:
         """Drop what nothing refers to any more, and give it back to the device."""
         gc.collect()
@@ -125,6 +149,17 @@ class Backend:
             with contextlib.suppress(PackageNotFoundError):
                 found[name] = version(name)
         return found
+
+
+def host_memory_available() -> int:
+    """Bytes of host RAM that can still be taken: the machine's, or what the container's limit leaves."""
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # cgroup v2; "max" is no number
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        cached = re.search(r"^inactive_file (\d+)$", Path("/sys/fs/cgroup/memory.stat").read_text(), re.M)
+        available = min(available, limit - used + (int(cached[1]) if cached else 0))
+    return available
 
 
 def _anonymous_memory() -> int | None:

@@ -1,130 +1,219 @@
-"""One transformer on this rank, under the tensor axis: opened, planned, read and made to compute with the others."""
+"""A transformer in a slot: called once for each denoiser step of the host, with the arguments the host has prepared.
+
+The ranks know no families: how ComfyUI's call becomes diffusers' call is decided on the host (`nodes/native`), and
+arrives as data. Tensors that stay the same over a run are kept here until the host drops them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from ..spec import ParallelSpec, Refusal
+from ..spec import DenoiserCall, Forward, ModelSpec, ParallelSpec, SlotInfo, TensorRef, Verify
+from .attention import split_sequence
 from .backend import Backend
+from .checkpoints.folder import open_folder
+from .checkpoints.single_file import open_single_file
 from .checkpoints.source import Checkpoint
-from .loading import SliceRead, bytes_to_read, check_sources, empty_model, read_weights
-from .plans import TensorPlan, apply_plan, tensor_plan
-from .tensor import Ranks, Shard
+from .mesh import build_mesh
+from .rounding import rounding_noise
+from .slots import ByteCounter, HeldSlot, IsCancelled, Report, parameter_bytes
+from .substitution import Substitutions
+from .transformer import Planned, load_transformer, plan_transformer
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A transformer that is planned and checked, of which nothing has been read yet."""
+class DenoiserSlot(HeldSlot):
+    """One transformer held by this rank under one layout."""
 
-    model: torch.nn.Module
-    checkpoint: Checkpoint
-    plan: TensorPlan | None
-    shards: dict[str, Shard]
-    ranks: Ranks
+    def __init__(self, model: ModelSpec, parallel: ParallelSpec, backend: Backend):
+        super().__init__(model, parallel, backend)
+        self.dtype: torch.dtype = getattr(torch, model.dtype)
+        self.substitutions = Substitutions()
+        self.kept: dict[int, torch.Tensor] = {}
+        self.parked = False
+        per_replica = parallel.world_size // parallel.replica
+        self.replica = backend.rank // per_replica
+        self.is_first_of_replica = backend.rank % per_replica == 0
 
-    @property
-    def bytes_to_read(self) -> int:
-        """Of the files, on this rank."""
-        return bytes_to_read(self.checkpoint.sources, self.shards, self.ranks.rank, self.ranks.shares)
+    # ---- load and park
+
+    def _load(self, report: Report, cancelled: IsCancelled) -> None:
+        mesh = build_mesh(self.parallel, self.backend.device.type)
+        planned = plan_transformer(self._open(), self.parallel, mesh)
+        counter = ByteCounter(report, planned.bytes_to_read)
+        model = load_transformer(planned, self.backend, self.dtype, on_bytes=counter.add, cancelled=cancelled)
+        self.substitutions.install(model, self.model.replaced)
+        self.context_rank = 0
+        if self.parallel.ulysses > 1:
+            split_sequence(model, self.parallel.ulysses, mesh, self.backend)
+            self.context_rank = mesh["ulysses"].get_local_rank()
+        self.transformer: Any = model
+
+    def _open(self) -> Checkpoint:
+        path = Path(self.model.path)
+        return open_folder(path) if path.is_dir() else open_single_file(path)
+
+    def _forget(self) -> None:
+        self.__dict__.pop("transformer", None)
+        self.kept.clear()
+
+    def info(self) -> SlotInfo:
+        return SlotInfo(weight_bytes=parameter_bytes(self.transformer), seconds=self.seconds)
+
+    def park(self) -> bool:
+        """Move the weights to host RAM, on all ranks or on none; whether it was done. Else the slot is of no use."""
+        self.kept.clear()
+        total = parameter_bytes(self.transformer) * self.backend.world_size
+        if self.backend.any_rank(not self.backend.host_has_room(total)):
+            self._forget()
+            return False
+        self.backend.to_host(self.transformer)
+        self.parked = True
+        return True
+
+    def unpark(self) -> None:
+        """Move the weights back to the device, on all ranks or on none. Raises what the device says."""
+        start = time.monotonic()
+        problem: Exception | None = None
+        try:
+            self.transformer.to(self.backend.device)
+        except Exception as error:
+            problem = error
+        if self.backend.any_rank(problem is not None):
+            self.backend.to_host(self.transformer)
+            raise problem or RuntimeError("another rank had no room for its weights")
+        self.parked, self.seconds = False, time.monotonic() - start
+
+    # ---- run
+
+    def forward(
+        self, request: Forward, tensors: Tensors, allocate: Allocate
+    ) -> tuple[tuple[tuple[int, float, float], ...], dict[str, torch.Tensor]]:
+        """Run the calls in which this replica has rows: when each began and ended, and its answer by its place."""
+        for number in request.drop:
+            self.kept.pop(number, None)
+        for number in request.keep:
+            # A copy: the frame's memory belongs to the host.
+            self.kept[number] = tensors[str(number)].to(self.backend.device, copy=True)
+        spans, outputs = [], {}
+        for place, call in enumerate(request.calls):
+            if call.rows[self.replica][0] == call.rows[self.replica][1]:
+                continue
+            began = time.monotonic()
+            output = self._run(self.transformer, self.substitutions, call, tensors, call.rows[self.replica])
+            if self.is_first_of_replica:
+                answer = allocate(tuple(output.shape), output.dtype)
+                outputs[str(place)] = answer.copy_(output)
+            else:
+                self.backend.wait(output)
+            spans.append((place, began, time.monotonic()))
+        return tuple(spans), outputs
+
+    def _run(
+        self,
+        model: Any,
+        substitutions: Substitutions,
+        call: DenoiserCall,
+        tensors: Tensors,
+        rows: tuple[int, int],
+        *,
+        alone: bool = False,
+    ) -> torch.Tensor:
+        batch = max(stop for _, stop in call.rows)
+
+        def tensor(ref: TensorRef) -> torch.Tensor:
+            return self._assemble(ref, tensors, batch, rows, alone)
+
+        arguments: dict[str, Any] = {}
+        for path, value in call.arguments.items():
+            _enter(arguments, path, tensor(value) if isinstance(value, TensorRef) else value)
+        substitutions.inputs = {path: tensor(ref) for path, ref in call.inputs.items()}
+        substitutions.outputs = {
+            path: tensor(refs[0]) if len(refs) == 1 else tuple(map(tensor, refs))
+            for path, refs in call.outputs.items()
+        }
+        substitutions.skipped = call.skipped
+        try:
+            substitutions.check()
+            output = model(**_lists(arguments), return_dict=False)[0]
+        finally:
+            substitutions.clear()
+        # The gather of a context axis hands out a tensor that is not waited for; reading it early gives garbage.
+        return output.wait() if hasattr(output, "wait") else output
+
+    def _assemble(
+        self, ref: TensorRef, tensors: Tensors, batch: int, rows: tuple[int, int], alone: bool
+    ) -> torch.Tensor:
+        """The tensor of `ref` on this rank's device: its parts joined, this replica's rows, this rank's tokens."""
+        parts = []
+        for number in ref.numbers:
+            part = self.kept[number] if number in self.kept else tensors[str(number)]
+            if ref.batched and part.shape[0] == batch > 1:
+                part = part[rows[0] : rows[1]]
+            if ref.tokens and part.shape[1] > 1 and self.parallel.ulysses > 1 and not alone:
+                part = part.tensor_split(self.parallel.ulysses, dim=1)[self.context_rank]
+            parts.append(part.to(self.backend.device))
+        return torch.cat(parts, dim=ref.dim) if len(parts) > 1 else parts[0]
+
+    # ---- verify
+
+    def verify(self, request: Verify, tensors: Tensors) -> tuple[int, float, torch.Tensor | None]:
+        """Run a call on the whole model, alone: missing bytes, the error of rounding alone as max_rel, the answer.
+
+        The model is read for it and forgotten. How far rounding moves the answer is measured: a second run, with a
+        rounding error of its dtype added to what every block hands on.
+        """
+        planned = plan_transformer(self._open(), ParallelSpec())
+        needed = sum(p.numel() for p in planned.model.parameters()) * self.dtype.itemsize
+        if not self.backend.has_room(needed):
+            return needed, 0.0, None
+        try:
+            reference, own_error = self._run_whole(planned, request.call, tensors)
+        finally:
+            del planned
+            self.backend.release_memory()
+        return 0, own_error, reference
+
+    def _run_whole(
+        self, planned: Planned, call: DenoiserCall, tensors: Tensors
+    ) -> tuple[torch.Tensor, float]:
+        model = load_transformer(
+            planned, self.backend, self.dtype, on_bytes=lambda _: None, cancelled=lambda: False
+        )
+        substitutions = Substitutions()
+        substitutions.install(model, self.model.replaced)
+        rows = (0, max(stop for _, stop in call.rows))
+
+        def run() -> torch.Tensor:
+            return self._run(model, substitutions, call, tensors, rows, alone=True).float()
+
+        reference = run()
+        with rounding_noise(model, self.dtype):
+            noisy = run()
+        error = (noisy - reference).abs().max() / reference.abs().max()
+        return reference.cpu(), float(error)
 
 
-def plan_transformer(checkpoint: Checkpoint, parallel: ParallelSpec, mesh: DeviceMesh) -> Planned:
-    """Decide what this rank reads. Raises Refusal for a plan or a checkpoint that does not fit the model."""
-    model = empty_model(checkpoint.model_class, checkpoint.config)
-    check_sources(model, checkpoint.sources)
-    used = model.state_dict().keys()  # what the class says is no fault to find in a file is not read
-    sources = {name: source for name, source in checkpoint.sources.items() if name in used}
-    checkpoint = replace(checkpoint, sources=sources)
-    axis = mesh["tensor"]
-    ranks = Ranks(axis.get_group(), axis.get_local_rank(), parallel.shares)
-    plan = tensor_plan(model, parallel.shares, parallel.tensor_plan) if parallel.tensor > 1 else None
-    return Planned(model, checkpoint, plan, plan.shards(model) if plan else {}, ranks)
+def _enter(arguments: dict[str, Any], path: str, value: Any) -> None:
+    """Put `value` at a dotted path; numbers become keys of their own, made lists by `_lists`."""
+    *outer, last = path.split(".")
+    for name in outer:
+        arguments = arguments.setdefault(name, {})
+    arguments[last] = value
 
 
-def load_transformer(
-    planned: Planned,
-    backend: Backend,
-    dtype: torch.dtype,
-    *,
-    on_bytes: Callable[[int], None],
-    cancelled: Callable[[], bool],
-    on_slice: Callable[[SliceRead], None] | None = None,
-) -> torch.nn.Module:
-    """Read this rank's part and return a model that computes with the other ranks. Raises Cancelled."""
-    read_weights(
-        planned.model,
-        planned.checkpoint.sources,
-        planned.shards,
-        rank=planned.ranks.rank,
-        shares=planned.ranks.shares,
-        dtype=dtype,
-        device=backend.device,
-        on_bytes=on_bytes,
-        cancelled=cancelled,
-        on_slice=on_slice,
-    )
-    if planned.plan is not None:
-        apply_plan(planned.model, planned.plan, planned.ranks)
-        _refuse_calls_on_parts(planned.model)
-    return planned.model
-
-
-# Methods of diffusers' models that would act on this rank's part as if it were the whole, without a word.
-_NEED_THE_WHOLE = {
-    "save_pretrained": (
-        "be saved",
-        "this rank's part would be written as if it were the model",
-        "copy its files",
-    ),
-    "load_lora_adapter": (
-        "take a LoRA",
-        "the LoRA's matrices are those of whole weights",
-        "merge it into the file",
-    ),
-    "add_adapter": (
-        "take an adapter",
-        "the adapter's matrices are those of whole weights",
-        "merge it into the file",
-    ),
-    "fuse_qkv_projections": (
-        "fuse its projections",
-        "their parts are cut each on its own",
-        "leave them as they are",
-    ),
-    "enable_layerwise_casting": (
-        "be cast layer by layer",
-        "its layers wait for other ranks",
-        "a smaller dtype",
-    ),
-    "enable_group_offload": (
-        "be offloaded in groups",
-        "its layers wait for other ranks",
-        "a larger tensor degree",
-    ),
-    "enable_parallelism": (
-        "be divided again",
-        "it is already divided",
-        "set the degrees before it is loaded",
-    ),
-}
-
-
-def _refuse_calls_on_parts(model: torch.nn.Module) -> None:
-    for name, (what, why, instead) in _NEED_THE_WHOLE.items():
-        if not hasattr(model, name):
-            continue
-
-        def refuse(
-            *_: object, what: str = what, why: str = why, instead: str = instead, **__: object
-        ) -> None:
-            raise Refusal(
-                f"A {type(model).__name__} that is divided over the tensor axis cannot {what}.",
-                f"Every rank holds a part of each weight: {why}.",
-                f"Works instead: {instead}.",
-            )
-
-        setattr(model, name, refuse)
+def _lists(value: Any) -> Any:
+    """Dicts whose keys are numbers as lists, at any depth."""
+    if not isinstance(value, dict):
+        return value
+    inside = {key: _lists(one) for key, one in value.items()}
+    if inside and all(key.isdecimal() for key in inside):
+        return [inside[key] for key in sorted(inside, key=int)]
+    return inside

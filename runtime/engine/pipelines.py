@@ -8,7 +8,6 @@ what the pipeline's `encode_prompt` gives, as ComfyUI's CONDITIONING for Flux.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ from ..spec import Cancelled, ModelSpec, ParallelSpec, Progress, Sample, SlotInf
 from .attention import split_sequence
 from .backend import Backend
 from .checkpoints.folder import open_folder
-from .denoiser import load_transformer, plan_transformer
 from .loading import SliceRead
 from .mesh import build_mesh
+from .slots import ByteCounter, HeldSlot, IsCancelled, Report, parameter_bytes
+from .transformer import load_transformer, plan_transformer
 
-Report = Callable[..., None]
-IsCancelled = Callable[[], bool]
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 _PATCH = 2  # Flux packs 2x2 latent cells into one token
@@ -39,34 +37,17 @@ _ENCODERS = {"text_encoder": transformers.CLIPTextModel, "text_encoder_2": trans
 _TOKENIZERS = {"tokenizer": transformers.CLIPTokenizer, "tokenizer_2": transformers.T5TokenizerFast}
 
 
-class PipelineSlot:
+class PipelineSlot(HeldSlot):
     """A FluxPipeline folder held by this rank under one layout."""
 
     def __init__(self, model: ModelSpec, parallel: ParallelSpec, backend: Backend):
-        self.folder, self.parallel, self.backend = Path(model.path), parallel, backend
+        super().__init__(model, parallel, backend)
+        self.folder = Path(model.path)
         self.dtype: torch.dtype = getattr(torch, model.dtype)
         self.is_first = backend.rank == 0
         self.slices: list[SliceRead] = []  # what was read of the transformer, for tests of the sharded load
-        self.seconds = 0.0
 
     # ---- load
-
-    def load(self, report: Report, cancelled: IsCancelled) -> None:
-        """Read this rank's share. All ranks load or none does: one that fails or is cancelled tells the others."""
-        start = time.monotonic()
-        problem: Exception | None = None
-        try:
-            self._load(report, cancelled)
-        except Exception as error:
-            problem = error
-        if self.backend.any_rank(problem is not None) and problem is None:
-            problem = Cancelled("Another rank did not finish loading.")
-        if problem is not None:
-            for part in ("transformer", "denoising", "encoding", "vae"):
-                self.__dict__.pop(part, None)
-            self.backend.release_memory()
-            raise problem
-        self.seconds = time.monotonic() - start
 
     def _load(self, report: Report, cancelled: IsCancelled) -> None:
         mesh = build_mesh(self.parallel, self.backend.device.type)
@@ -74,7 +55,7 @@ class PipelineSlot:
         total = planned.bytes_to_read
         if self.is_first:
             total += sum(_folder_bytes(self.folder / name) for name in (*_ENCODERS, "vae"))
-        counter = _ByteCounter(report, total)
+        counter = ByteCounter(report, total)
         model = load_transformer(
             planned,
             self.backend,
@@ -88,7 +69,11 @@ class PipelineSlot:
         self.transformer: Any = model
         self._assemble(counter, cancelled)
 
-    def _assemble(self, counter: _ByteCounter, cancelled: IsCancelled) -> None:
+    def _forget(self) -> None:
+        for part in ("transformer", "denoising", "encoding", "vae"):
+            self.__dict__.pop(part, None)
+
+    def _assemble(self, counter: ByteCounter, cancelled: IsCancelled) -> None:
         """Two upstream pipelines over one set of components: one that denoises, one (on rank 0) that encodes."""
         self.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(self.folder / "scheduler")
         self.denoising = diffusers.FluxPipeline(
@@ -109,7 +94,7 @@ class PipelineSlot:
         self.encoding = diffusers.FluxPipeline(**{**_NO_COMPONENTS, **parts})
         self.vae = self._whole(diffusers.AutoencoderKL, "vae", counter, cancelled)
 
-    def _whole(self, component: Any, name: str, counter: _ByteCounter, cancelled: IsCancelled) -> Any:
+    def _whole(self, component: Any, name: str, counter: ByteCounter, cancelled: IsCancelled) -> Any:
         """A component that rank 0 alone holds, in host RAM until its stage comes."""
         if cancelled():
             raise Cancelled("Cancelled while loading.")
@@ -122,7 +107,7 @@ class PipelineSlot:
     def info(self) -> SlotInfo:
         config = self.transformer.config
         return SlotInfo(
-            weight_bytes=_nbytes(self.transformer),
+            weight_bytes=parameter_bytes(self.transformer),
             seconds=self.seconds,
             latent_channels=config.in_channels // _PATCH**2,
             vae_factor=self.vae_factor,
@@ -143,7 +128,7 @@ class PipelineSlot:
         pipe = self.encoding
         length = min(512, pipe.tokenizer_2.model_max_length)
         both = torch.nn.ModuleList([pipe.text_encoder, pipe.text_encoder_2])
-        with self.backend.staged(both, _nbytes(both)) as device:
+        with self.backend.staged(both, parameter_bytes(both)) as device:
             embeds, pooled, _ = pipe.encode_prompt(prompt, device=device, max_sequence_length=length)
             return {"prompt_embeds": embeds.cpu(), "pooled": pooled.cpu()}
 
@@ -240,7 +225,7 @@ class PipelineSlot:
             return {}
         count = samples.shape[0]
         images: torch.Tensor | None = None
-        with self.backend.staged(self.vae, _nbytes(self.vae)) as device:
+        with self.backend.staged(self.vae, parameter_bytes(self.vae)) as device:
             for number, latent in enumerate(samples):
                 if cancelled():
                     raise Cancelled("Cancelled while decoding.")
@@ -286,25 +271,5 @@ def unpack(tokens: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return cells.permute(0, 3, 1, 4, 2, 5).reshape(batch, width // _PATCH**2, rows, columns)
 
 
-class _ByteCounter:
-    """Adds up bytes read and reports them, at most ten times a second."""
-
-    def __init__(self, report: Report, total: int):
-        self._report, self._total = report, total
-        self._done, self._last = 0, 0.0
-        self.add(0)
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        now = time.monotonic()
-        if now - self._last >= 0.1 or self._done >= self._total:
-            self._last = now
-            self._report(Progress(phase="loading", done=min(self._done, self._total), total=self._total))
-
-
 def _folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def _nbytes(module: torch.nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in module.parameters())

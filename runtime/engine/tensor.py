@@ -77,9 +77,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Ranks(NamedTuple):
-    """The ranks of the tensor axis as one of them sees them."""
+    """The ranks of the tensor axis as one of them sees them. A rank that computes alone has no group."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     rank: int
     shares: tuple[int, ...]
 

@@ -38,6 +38,8 @@ def _config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-ERNIE_IMAGE = Family("ERNIE-Image", "ErnieImageTransformer2DModel", _recognises, _config)
+ERNIE_IMAGE = Family(
+    "ERNIE-Image", "ErnieImageTransformer2DModel", _recognises, _config, diffusers_names=True
+)
 
 FAMILIES = (ERNIE_IMAGE,)

@@ -22,7 +22,8 @@ class Family:
     `convert` exists only where diffusers' own converter misses a variant or hard-codes a size: it takes that converter
     (its other arguments bound already) and the tensors, prefix removed, and usually puts a few names right before or
     after calling it. `unused` are parts of keys of weights that the diffusers model does without: made anew from the
-    config, for training only, or another component's.
+    config, for training only, or another component's. `diffusers_names`: every file of the family has the names that
+    the diffusers class gives its parameters.
     """
 
     name: str  # as people say it: "FLUX.1", "Wan 2.1 / 2.2"
@@ -31,3 +32,4 @@ class Family:
     config: Callable[[Shapes], dict[str, Any]]
     convert: Callable[[Converter, Tensors], Tensors] | None = None
     unused: tuple[str, ...] = ()
+    diffusers_names: bool = False

@@ -71,6 +71,13 @@ def _as_it_is(upstream: Converter, tensors: Tensors) -> Tensors:
 
 
 FLUX = Family("FLUX.1", "FluxTransformer2DModel", _is_original, _original_config)
-FLUX_DIFFUSERS = Family("FLUX.1", "FluxTransformer2DModel", _is_diffusers, _diffusers_config, _as_it_is)
+FLUX_DIFFUSERS = Family(
+    "FLUX.1",
+    "FluxTransformer2DModel",
+    _is_diffusers,
+    _diffusers_config,
+    _as_it_is,
+    diffusers_names=True,
+)
 
 FAMILIES = (FLUX, FLUX_DIFFUSERS)

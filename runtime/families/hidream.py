@@ -51,6 +51,6 @@ def _config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-HIDREAM = Family("HiDream", "HiDreamImageTransformer2DModel", _recognises, _config)
+HIDREAM = Family("HiDream", "HiDreamImageTransformer2DModel", _recognises, _config, diffusers_names=True)
 
 FAMILIES = (HIDREAM,)

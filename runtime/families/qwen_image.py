@@ -46,7 +46,12 @@ def _config(shapes: Shapes) -> dict[str, Any]:
 
 
 QWEN_IMAGE = Family(
-    "Qwen-Image", "QwenImageTransformer2DModel", _recognises, _config, unused=(_AT_TIME_ZERO,)
+    "Qwen-Image",
+    "QwenImageTransformer2DModel",
+    _recognises,
+    _config,
+    unused=(_AT_TIME_ZERO,),
+    diffusers_names=True,
 )
 
 FAMILIES = (QWEN_IMAGE,)

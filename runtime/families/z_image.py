@@ -70,6 +70,13 @@ def _as_it_is(upstream: Converter, tensors: Tensors) -> Tensors:
 Z_IMAGE = Family(
     "Z-Image", "ZImageTransformer2DModel", _is_original, _original_config, unused=("norm_final.weight",)
 )
-Z_IMAGE_DIFFUSERS = Family("Z-Image", "ZImageTransformer2DModel", _is_diffusers, _diffusers_config, _as_it_is)
+Z_IMAGE_DIFFUSERS = Family(
+    "Z-Image",
+    "ZImageTransformer2DModel",
+    _is_diffusers,
+    _diffusers_config,
+    _as_it_is,
+    diffusers_names=True,
+)
 
 FAMILIES = (Z_IMAGE, Z_IMAGE_DIFFUSERS)

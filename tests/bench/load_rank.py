@@ -18,7 +18,7 @@ from diffusers.hooks import tensor_parallel as upstream
 
 from runtime.engine.backend import Backend
 from runtime.engine.checkpoints.folder import open_folder
-from runtime.engine.denoiser import load_transformer, plan_transformer
+from runtime.engine.transformer import load_transformer, plan_transformer
 from runtime.engine.loading import shard_loaded
 from runtime.engine.mesh import build_mesh
 from runtime.engine.plans import apply_plan, tensor_plan

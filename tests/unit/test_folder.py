@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from runtime.folder import folder_version, inspect_pipeline
+from runtime.component import folder_version
+from runtime.folder import inspect_pipeline
 from runtime.room import held_dtype, rank_bytes
 from runtime.safetensors_header import read_header
 from runtime.spec import ModelFacts, ParallelSpec, Refusal

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...safetensors_header import BITS, printable, read_header
+from ...safetensors_header import BITS, printable, read_headers
 from ...spec import Refusal
 from .source import Index
 
@@ -52,23 +52,15 @@ class Stored:
 
 def open_files(files: Sequence[Path]) -> Stored:
     """Map `files`, read their headers, and nothing else. Raises Refusal for a damaged file or a key in two files."""
-    tensors: dict[str, StoredTensor] = {}
-    metadata: dict[str, str] = {}
-    for file in files:
-        header = read_header(file)
-        metadata |= header.metadata
-        opened = _mapped(file)
-        for entry in header.entries:
-            if entry.key in tensors:
-                raise Refusal(
-                    f"'{printable(entry.key)}' is in '{printable(tensors[entry.key].file.name)}' and in "
-                    f"'{printable(file.name)}'.",
-                    "A tensor that two files hold has no one value.",
-                    "Keep the files of one download only.",
-                )
-            part = opened.get_slice(entry.key)
-            tensors[entry.key] = StoredTensor(entry.key, file, entry.dtype, entry.shape, part)
-    return Stored(tensors, metadata)
+    header = read_headers(files)
+    opened = {file: _mapped(file) for file in files}
+    tensors = {
+        entry.key: StoredTensor(
+            entry.key, entry.file, entry.dtype, entry.shape, opened[entry.file].get_slice(entry.key)
+        )
+        for entry in header.entries
+    }
+    return Stored(tensors, header.metadata)
 
 
 def _mapped(file: Path) -> Any:

@@ -1,51 +1,17 @@
 """Weights stored in fp8 with scales: read as fp32, exactly the part that is asked for, whatever wrote the file.
 
-Conventions, as ComfyUI reads them (comfy/ops.py and comfy/quant_ops.py of 0.3.75, comfy/utils.py of 0.29):
-`X.scale_weight` beside a `scaled_fp8` marker, and `X.weight_scale` with the format of each layer in `X.comfy_quant`
-(JSON as bytes) or in `_quantization_metadata` of the file's header. fp8 without scales is just small floats.
+What in a file is a weight and what its scale, `runtime/quantisation.py` tells.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ...safetensors_header import printable
-from ...spec import Refusal
+from ...quantisation import find_weights
 from .files import Stored, StoredTensor
 from .source import Index, WeightSource
-
-_FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # as stored -> ComfyUI's name of the format
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_PLAIN = (*_FLOATS, *_FP8, "I64", "BOOL")  # what stands for itself; the last two are tables, never weights
-_SCALES = (".scale_weight", ".weight_scale")
-# Scales of activations, for matrix products in fp8; products run in the compute dtype here and need none.
-_ACTIVATION_SCALES = (".scale_input", ".input_scale")
-_MARKER = "scaled_fp8"
-_NOTE = ".comfy_quant"
-_HEADER_NOTE = "_quantization_metadata"
-_MOST_NOTE_BYTES = 1 << 16
-# Notes that change no weight: whether ComfyUI multiplies in fp8 or in the compute dtype.
-_HARMLESS_NOTES = frozenset({"format", "full_precision_matrix_mult"})
-# Ends of keys that show a storage this file does not read.
-_OTHER_STORAGE = (
-    (".weight_scale_2", "nvfp4"),
-    (".pre_quant_scale", "smoothed weights (pre_quant_scale)"),
-    (".weight_scale_inv", "fp8 in blocks (weight_scale_inv)"),
-    (".weight.absmax", "bitsandbytes"),
-    (".weight.quant_map", "bitsandbytes"),
-    (".weight.quant_state", "bitsandbytes"),
-    (".SCB", "bitsandbytes int8"),
-    (".wscales", "SVDQuant (Nunchaku)"),
-    (".smooth_factor", "SVDQuant (Nunchaku)"),
-    (".qweight", "packed integers (SVDQuant, GPTQ or AWQ)"),
-    (".qzeros", "packed integers (GPTQ or AWQ)"),
-    (".weight._data", "Quanto"),
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,139 +54,12 @@ def dequantised(stored: Stored) -> dict[str, WeightSource]:
 
     Raises Refusal for any other quantised storage before a weight is read.
     """
-    _refuse_other_storage(stored.tensors)
-    formats = _formats(stored)
-    weights: dict[str, WeightSource] = {}
-    scales = _scales(stored.tensors)
-    for key, tensor in stored.tensors.items():
-        if _describes_storage(key, stored.tensors):
-            continue
-        layer = key.removesuffix(".weight")
-        scale = scales.get(layer) if layer != key else None
-        if layer != key and layer in formats:
-            _check_format(tensor, formats[layer], scale)
-        elif tensor.dtype not in _PLAIN:
-            raise _refusal(tensor, tensor.dtype, "Numbers packed like that do not stand for themselves.")
-        weights[key] = tensor if scale is None else _scaled(tensor, scale)
-    return weights
+    weights = find_weights(stored.tensors, stored.metadata, _bytes)
+    return {
+        key: one.tensor if one.scale is None else ScaledTensor(one.tensor, one.scale, one.per_channel)
+        for key, one in weights.items()
+    }
 
 
-def _scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The weights' scales by layer, whichever way they are spelled."""
-    found: dict[str, StoredTensor] = {}
-    for key, tensor in tensors.items():
-        for end in _SCALES:
-            if not key.endswith(end):
-                continue
-            layer = key.removesuffix(end)
-            if layer in found:
-                raise _refusal(tensor, "a second scale", f"{found[layer].where} is one already.")
-            found[layer] = tensor
-    return found
-
-
-def _describes_storage(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether a key is a scale, a note or a marker. A scale without its weight is not: it stays visible."""
-    if key == _MARKER or key.endswith(f".{_MARKER}"):
-        return True
-    for end in (*_SCALES, *_ACTIVATION_SCALES, _NOTE):
-        if key.endswith(end):
-            return key.removesuffix(end) + ".weight" in tensors
-    return False
-
-
-def _scaled(weight: StoredTensor, scale: StoredTensor) -> ScaledTensor:
-    if weight.dtype not in _FP8:
-        raise _refusal(weight, f"{weight.dtype} with a scale", f"Its scale is {scale.where}.")
-    if scale.dtype not in _FLOATS:
-        kind = "mxfp8" if scale.dtype in ("U8", "F8_E8M0") else f"fp8 with scales in {scale.dtype}"
-        raise _refusal(weight, kind, f"Its scale is {scale.where}, in {scale.dtype}.")
-    ones = scale.shape[1:] in ((), (1,) * (len(weight.shape) - 1), (1,))
-    if all(size == 1 for size in scale.shape):
-        return ScaledTensor(weight, scale, per_channel=False)
-    if ones and weight.shape and scale.shape[0] == weight.shape[0]:
-        return ScaledTensor(weight, scale, per_channel=True)
-    raise _refusal(
-        weight,
-        "fp8 with scales of an unknown layout",
-        f"The scale {scale.where} has shape {list(scale.shape)}, the weight {list(weight.shape)}; known are one scale "
-        "for all of it and one per output channel.",
-    )
-
-
-def _formats(stored: Stored) -> dict[str, Mapping[str, Any]]:
-    """What the files note about each layer: its name in the file (without '.weight') -> the note."""
-    notes: dict[str, Mapping[str, Any]] = {}
-    if text := stored.metadata.get(_HEADER_NOTE):
-        layers = _parsed(text, f"'{_HEADER_NOTE}' of the file's header").get("layers")
-        if not isinstance(layers, dict):
-            raise _unreadable(f"'{_HEADER_NOTE}' of the file's header")
-        # Written with and without the prefix that the weights have in the file.
-        weights = [key.removesuffix(".weight") for key in stored.tensors if key.endswith(".weight")]
-        full = {weight[at:]: weight for weight in weights for at in _starts(weight)}
-        for layer, note in layers.items():
-            notes[full.get(str(layer), str(layer))] = note if isinstance(note, dict) else {"format": note}
-    for key, tensor in stored.tensors.items():
-        if key.endswith(_NOTE):
-            notes[key.removesuffix(_NOTE)] = _note(tensor)
-    return notes
-
-
-def _starts(name: str) -> list[int]:
-    """Where a dotted name's prefixes of up to two parts end, the whole name last so that it wins."""
-    dots = [at + 1 for at, char in enumerate(name) if char == "."]
-    return [*reversed(dots[:2]), 0]
-
-
-def _note(tensor: StoredTensor) -> Mapping[str, Any]:
-    if tensor.dtype != "U8" or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_NOTE_BYTES:
-        raise _unreadable(tensor.where)
-    return _parsed(bytes(tensor.read((slice(0, tensor.shape[0]),)).tolist()), tensor.where)
-
-
-def _parsed(text: str | bytes, where: str) -> dict[str, Any]:
-    try:
-        note = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(where) from error
-    if not isinstance(note, dict):
-        raise _unreadable(where)
-    return note
-
-
-def _check_format(weight: StoredTensor, note: Mapping[str, Any], scale: StoredTensor | None) -> None:
-    """Refuse a layer whose note names another format than it is stored in, or one that changes what weights mean."""
-    named = note.get("format")
-    if named not in _FP8.values():
-        raise _refusal(weight, f"{printable(named)}", "Its file's quantisation notes say so.")
-    if others := sorted(name for name, value in note.items() if name not in _HARMLESS_NOTES and value):
-        raise _refusal(
-            weight, f"{named} with {printable(others[0])}", "That changes what the stored values mean."
-        )
-    if _FP8.get(weight.dtype) != named:
-        raise _refusal(weight, f"{weight.dtype}, noted as {named}", "One of the two is wrong.")
-    if scale is None:
-        raise _refusal(weight, f"{named} without its scale", "The file's notes promise a weight_scale.")
-
-
-def _refuse_other_storage(tensors: Mapping[str, StoredTensor]) -> None:
-    for key, tensor in tensors.items():
-        for end, kind in _OTHER_STORAGE:
-            if key.endswith(end) or f"{end}." in key:
-                raise _refusal(tensor, kind, "Its keys show it.")
-
-
-def _refusal(tensor: StoredTensor, kind: str, why: str) -> Refusal:
-    return Refusal(
-        f"{tensor.where} is stored as {kind}, which cannot be read here.",
-        why,
-        "Use the model in bf16, fp16, fp32, or in fp8 with one scale per tensor or per output channel.",
-    )
-
-
-def _unreadable(where: str) -> Refusal:
-    return Refusal(
-        "The file's quantisation notes cannot be read.",
-        f"{where} is not the JSON table that ComfyUI writes.",
-        "Download the file again.",
-    )
+def _bytes(note: StoredTensor) -> bytes:
+    return bytes(note.read((slice(0, note.shape[0]),)).tolist())

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from runtime.engine.backend import Backend
 from runtime.engine.checkpoints.folder import open_folder
-from runtime.engine.denoiser import load_transformer, plan_transformer
+from runtime.engine.transformer import load_transformer, plan_transformer
 from runtime.engine.mesh import build_mesh
 from runtime.environment import RankEnvironment
 from runtime.spec import ParallelSpec

@@ -1,0 +1,241 @@
+"""The group behind one MODEL: its slot, the calls that go to it, and what they are refused for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ...runtime import planner
+from ...runtime.group import Slot, WorkerGroup
+from ...runtime.kept import new_number
+from ...runtime.spec import (
+    DenoiserCall,
+    Forward,
+    Forwarded,
+    RankError,
+    Refusal,
+    TensorRef,
+    Verified,
+    Verify,
+)
+from .. import comfy_host
+from .families.family import Call, NativeFamily, Sent
+from .replicas import Turns, rows_for
+
+log = logging.getLogger("comfyui-sharded")
+_ERRORS_ALLOWED = 4  # of rounding alone, before a difference is called one
+
+
+class Remote:
+    """What a MODEL's denoiser calls instead of computing."""
+
+    def __init__(self, slot: Slot, family: NativeFamily, *, verify: bool = False):
+        self.slot, self.family = slot, family
+        self.spans: dict[int, tuple[tuple[int, float, float], ...]] = {}  # of the last call, by rank
+        self._verify = verify
+        self._turns: Turns | None = None
+        self._noted = ""
+
+    # ---- residency
+
+    def load(self) -> None:
+        """Make the model resident; the executing node shows how far it is."""
+        progress = comfy_host.NodeProgress(comfy_host.executing_node())
+        was_loaded = self.slot.loaded
+        with comfy_host.comfy_errors():
+            info = self.slot.ensure(progress.report, comfy_host.interrupted)
+        if not was_loaded:
+            size = comfy_host.readable_bytes(info.weight_bytes)
+            each = " each" if self.slot.layout.spec.world_size > 1 else ""
+            words = f"{self.slot.layout.spec.describe()}, {size}{each}, loaded in {info.seconds:.1f} s"
+            comfy_host.say(progress.node_id, words)
+
+    def evict(self) -> None:
+        """Give the devices back: for good if ComfyUI unloads everything, else so that the next use is quick."""
+        if comfy_host.unloading_everything():
+            self.slot.unload()
+        else:
+            self.slot.park()
+
+    # ---- calls
+
+    def answer(self, call: Call, skipped: Mapping[str, tuple[str, ...]]) -> torch.Tensor:
+        """The output of the transformer for `call`, on the CPU. Raises ComfyUI's interrupt and its out-of-memory."""
+        planner.check_lengths(self.slot.layout.spec, call.lengths)
+        if self._turns is not None:
+            return self._turns.answer((call, skipped))
+        return self._serve([(call, skipped)])[0]
+
+    @contextlib.contextmanager
+    def turns(self) -> Iterator[Turns]:
+        """While it is open, calls are made by jobs of these turns and served together."""
+        self._turns = Turns(self._serve)
+        try:
+            yield self._turns
+        finally:
+            self._turns = None
+
+    def note_calls(self, calls: int, batch: int) -> None:
+        """Say once on the executing node, and in the log, if copies of the model have nothing to do."""
+        words = planner.idle_replicas(self.slot.layout.spec, calls, batch)
+        if words and words != self._noted:
+            log.warning("%s", words)
+            comfy_host.say(comfy_host.executing_node(), words)
+        self._noted = words
+
+    def _serve(self, calls: list[tuple[Call, Mapping[str, tuple[str, ...]]]]) -> list[torch.Tensor]:
+        """One request for all calls; the answers in their order."""
+        progress = comfy_host.NodeProgress(comfy_host.executing_node())
+        replicas = self.slot.layout.spec.replica
+        rows = rows_for([_batch(call) for call, _ in calls], replicas)
+        with (
+            comfy_host.comfy_errors(),
+            self.slot.held(progress.report, comfy_host.interrupted) as (info, group),
+        ):
+            frame = _Frame(self.slot, info)
+            wired = tuple(
+                frame.call(call, skipped, part) for (call, skipped), part in zip(calls, rows, strict=True)
+            )
+            request = Forward(slot=self.slot.name, calls=wired, keep=tuple(frame.new), drop=frame.dropped())
+            replies = group.call(request, frame.tensors, cancelled=comfy_host.interrupted)
+            self.spans = {r: m.body.spans for r, m in replies.items() if isinstance(m.body, Forwarded)}
+            comfy_host.raise_if_interrupted()
+            per_replica = self.slot.layout.spec.world_size // replicas
+            outputs = []
+            for place, part in enumerate(rows):
+                pieces = [
+                    replies[replica * per_replica].tensors[str(place)]
+                    for replica, (start, stop) in enumerate(part)
+                    if stop > start
+                ]
+                outputs.append(torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone())
+            if self._verify:
+                self._verify_first(group, wired[0], frame, outputs[0])
+        return outputs
+
+    # ---- verify
+
+    def _verify_first(
+        self, group: WorkerGroup, call: DenoiserCall, frame: _Frame, output: torch.Tensor
+    ) -> None:
+        """Compare with the whole model on one device, where that fits; stop if more than rounding lies between."""
+        reply = group.call(
+            Verify(slot=self.slot.name, call=call), frame.tensors, cancelled=comfy_host.interrupted
+        )[0]
+        comfy_host.raise_if_interrupted()
+        assert isinstance(reply.body, Verified)
+        self._verify = False
+        node = comfy_host.executing_node()
+        if reply.body.missing_bytes:
+            size = comfy_host.readable_bytes(reply.body.missing_bytes)
+            device = self.slot.layout.devices[0].label
+            comfy_host.say(node, f"Not verified: the whole model needs {size} on {device} beside its part")
+            return
+        reference = reply.tensors["reference"]
+        difference = float((output.float() - reference).abs().max() / reference.abs().max())
+        if not difference <= _ERRORS_ALLOWED * reply.body.own_error:  # also refuses what is no number
+            self._verify = True
+            raise RankError(
+                f"The first step differs from one device by {difference:.1e} of the largest value.\n"
+                f"Rounding alone moves it by {reply.body.own_error:.1e}, so {self.slot.layout.spec.describe()} is "
+                "wrong for this model here.\n"
+                "Use another layout, and please report this with the model's name and the log."
+            )
+        comfy_host.say(
+            node, f"Verified: {difference:.1e} from one device, rounding alone {reply.body.own_error:.1e}"
+        )
+
+
+class _Frame:
+    """The tensors of one request, and how its calls refer to them."""
+
+    def __init__(self, slot: Slot, info: object):
+        self._kept = slot.kept
+        self._kept.belong_to(info)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.new: list[int] = []
+        self._used: set[int] = set()
+
+    def call(
+        self, call: Call, skipped: Mapping[str, tuple[str, ...]], rows: tuple[tuple[int, int], ...]
+    ) -> DenoiserCall:
+        return DenoiserCall(
+            arguments=dict(self._flat("", call.arguments)),
+            inputs={path: self._ref(sent) for path, sent in call.inputs.items()},
+            outputs={
+                path: tuple(map(self._ref, one if isinstance(one, tuple) else (one,)))
+                for path, one in call.outputs.items()
+            },
+            skipped=dict(skipped),
+            rows=rows,
+        )
+
+    def dropped(self) -> tuple[int, ...]:
+        return self._kept.dropped(self._used)
+
+    def _flat(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Entries of dicts and lists under dotted names."""
+        if isinstance(value, Mapping | list | tuple):
+            pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for name, one in pairs:
+                yield from self._flat(f"{path}.{name}" if path else str(name), one)
+        else:
+            yield path, self._ref(value) if isinstance(value, Sent) else value
+
+    def _ref(self, sent: Sent) -> TensorRef:
+        numbers = tuple(self._number(tensor, stays) for tensor, stays in sent.parts)
+        return TensorRef(numbers, dim=sent.dim, batched=sent.batched, tokens=sent.tokens)
+
+    def _number(self, tensor: torch.Tensor, stays: bool) -> int:
+        number, is_new = self._kept.number(tensor) if stays else (new_number(), True)
+        if stays:
+            self._used.add(number)
+        if is_new:
+            self.tensors[str(number)] = tensor
+            if stays:
+                self.new.append(number)
+        return number
+
+
+def _batch(call: Call) -> int:
+    """How many pictures a call is for: dim 0 of what is batched."""
+    for value in call.arguments.values():
+        if isinstance(value, Sent) and value.batched:
+            return int(value.parts[0][0].shape[0])
+    raise ValueError("a call without a batch")
+
+
+def refuse_patches(family: NativeFamily, options: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Refuse what cannot reach into the ranks; the blocks to skip, of what can (SkipLayerGuidance)."""
+    if options.get("optimized_attention_override") is not None:
+        raise _cannot("An attention override", "optimized_attention_override")
+    for name, patches in options.get("patches", {}).items():
+        if patches:
+            raise _cannot("A block patch", name)
+    skipped = {}
+    for group, replacements in options.get("patches_replace", {}).items():
+        for key, replacement in replacements.items():
+            kind, number = (*key, None)[:2] if isinstance(key, tuple) else (key, None)
+            if group != "dit" or kind not in family.blocks or not _hands_back(replacement):
+                raise _cannot("A block replacement", f"{group} {kind} {number}")
+            blocks = family.blocks[kind]
+            skipped[f"{blocks.path}.{number}"] = blocks.returns
+    return skipped
+
+
+def _hands_back(replacement: Any) -> bool:
+    """Whether it is the replacement of ComfyUI's SkipLayerGuidance nodes, which leaves a block out."""
+    module = getattr(replacement, "__module__", "") or ""
+    return module.rpartition(".")[2] == "nodes_slg" and getattr(replacement, "__name__", "") == "skip"
+
+
+def _cannot(feature: str, name: str) -> Refusal:
+    return Refusal(
+        f"{feature} ({name}) cannot be used with a sharded MODEL.",
+        "It is a function that runs inside the blocks, and the blocks run in other processes.",
+        "Works instead: the workflow without the node that sets it, or the stock Load Diffusion Model.",
+    )

@@ -1,0 +1,69 @@
+"""What all kinds of slots share: loading that happens on all ranks or on none, and the count of what was read."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from torch import nn
+
+from ..spec import Cancelled, ModelSpec, ParallelSpec, Progress, SlotInfo
+from .backend import Backend
+
+Report = Callable[..., None]
+IsCancelled = Callable[[], bool]
+
+
+class HeldSlot(ABC):
+    """A model held by this rank under one layout."""
+
+    def __init__(self, model: ModelSpec, parallel: ParallelSpec, backend: Backend):
+        self.model, self.parallel, self.backend = model, parallel, backend
+        self.seconds = 0.0
+
+    def load(self, report: Report, cancelled: IsCancelled) -> None:
+        """Read this rank's share. All ranks load or none does: one that fails or is cancelled tells the others."""
+        start = time.monotonic()
+        problem: Exception | None = None
+        try:
+            self._load(report, cancelled)
+        except Exception as error:
+            problem = error
+        if self.backend.any_rank(problem is not None) and problem is None:
+            problem = Cancelled("Another rank did not finish loading.")
+        if problem is not None:
+            self._forget()
+            self.backend.release_memory()
+            raise problem
+        self.seconds = time.monotonic() - start
+
+    @abstractmethod
+    def _load(self, report: Report, cancelled: IsCancelled) -> None: ...
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Let go of whatever `_load` has made so far."""
+
+    @abstractmethod
+    def info(self) -> SlotInfo: ...
+
+
+class ByteCounter:
+    """Adds up bytes read and reports them, at most ten times a second."""
+
+    def __init__(self, report: Report, total: int):
+        self._report, self._total = report, total
+        self._done, self._last = 0, 0.0
+        self.add(0)
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        now = time.monotonic()
+        if now - self._last >= 0.1 or self._done >= self._total:
+            self._last = now
+            self._report(Progress(phase="loading", done=min(self._done, self._total), total=self._total))
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in module.parameters())

@@ -1,0 +1,84 @@
+"""`python -m tests.parity_native [--json]`: one line per (family, case, layout), and a status that says whether all pass.
+
+Every case runs in the layouts tensor 2, ulysses 2 and replica 2, a sample of each family in two more (`--all`: every
+case there too). `--family`, `--case` and `--layout` take parts of names; `--layout native` compares ComfyUI's own
+model with itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.parity_native.cases import Case, Family
+from tests.parity_native.cases_flux import FLUX
+from tests.parity_native.cases_qwen import QWEN_IMAGE
+from tests.parity_native.cases_wan import WAN
+from tests.parity_native.host import Host
+
+FAMILIES = (FLUX, QWEN_IMAGE, WAN)
+LAYOUTS = ({"tensor": 2}, {"ulysses": 2}, {"replica": 2})
+MORE_LAYOUTS = ({"tensor": 3}, {"replica": 2, "tensor": 2})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--all", action="store_true", help="every case in every layout")
+    parser.add_argument("--seed", type=int, default=0, help="draws weights and inputs")
+    for name in ("family", "case", "layout"):
+        parser.add_argument(f"--{name}", nargs="+", default=[], metavar="PART", help="only these")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="sharded-parity-native-") as folder:
+        return _run(Path(folder), arguments)
+
+
+def _run(folder: Path, arguments: argparse.Namespace) -> int:
+    host = Host(folder / "comfyui")
+    # These import ComfyUI, which is found from here on.
+    from tests.parity_native.models import NATIVE, Models
+    from tests.parity_native.nodes import node_classes
+    from tests.parity_native.rows import Comparison, as_text, grouped, layout_name, passes
+
+    models = Models(host, folder, arguments.seed)
+    host.add(node_classes(models.load, models.config_of, host.keep))
+    comparison = Comparison(host, models, arguments.seed)
+    layouts = (NATIVE,) if "native" in arguments.layout else (*LAYOUTS, *MORE_LAYOUTS)
+    count = failed = 0
+    for degrees in layouts:
+        if not _chosen(layout_name(degrees), arguments.layout):
+            continue
+        everything = arguments.all or degrees not in MORE_LAYOUTS
+        for family in FAMILIES:
+            cases = grouped(_cases(family, arguments, everything))
+            for row in comparison.rows(family, cases, degrees):
+                count += 1
+                failed += not passes(row)
+                print(json.dumps(row) if arguments.json else as_text(row), flush=True)
+        models.release()
+    print(f"{count} rows, {failed} failed", file=sys.stderr)
+    return 1 if failed or not count else 0
+
+
+def _cases(family: Family, arguments: argparse.Namespace, everything: bool) -> list[Case]:
+    if not _chosen(family.name, arguments.family):
+        return []
+    return [
+        case
+        for case in family.cases
+        if (case.core or everything or arguments.case) and _chosen(case.name, arguments.case)
+    ]
+
+
+def _chosen(name: str, parts: list[str]) -> bool:
+    return not parts or any(part.lower().replace(" ", "") in name.lower().replace(" ", "") for part in parts)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
