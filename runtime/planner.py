@@ -117,8 +117,14 @@ def check_size(width: int, height: int, multiple: int) -> None:
             )
 
 
-def check_lengths(spec: ParallelSpec, lengths: Mapping[str, int]) -> None:
-    """Refuse sequences, such as the picture's and the text's tokens, that the ulysses degree does not divide."""
+def check_sequences(spec: ParallelSpec, lengths: Mapping[str, int], *, masked: bool) -> None:
+    """Refuse sequences, such as the picture's and the text's tokens, that the ulysses degree cannot divide yet."""
+    if spec.ulysses > 1 and masked:
+        raise Refusal(
+            f"An attention mask cannot be used with ulysses {spec.ulysses} yet.",
+            "Every rank sees a part of the sequence, and how a mask is cut for it is not verified.",
+            f"Works instead: tensor {spec.ulysses}, or the workflow without the mask.",
+        )
     for name, tokens in lengths.items():
         if tokens % spec.ulysses:
             raise Refusal(

@@ -73,9 +73,7 @@ def empty_model(
             f"It is a {family.name} model, but not one of those this release of ComfyUI can describe.",
             "Works instead: a newer ComfyUI, or the model as its authors published it.",
         )
-    for name, value in family.detection(config).items():
-        if name in found.unet_config:
-            found.unet_config[name] = value
+    found.unet_config.update(family.detection(config))
     found.set_inference_dtype(dtype, None)
     model = found.get_model(names, "", device=device)
     if type(model.diffusion_model) is not family.comfy_class():

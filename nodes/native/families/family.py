@@ -110,11 +110,12 @@ def refuse_argument(family: str, name: str, feature: str) -> Refusal:
 
 
 def residuals(
-    samples: list[torch.Tensor | None] | None, blocks: int, tokens: int, width: int
+    samples: list[torch.Tensor | None] | None, blocks: int, tokens: int, width: int, dtype: torch.dtype
 ) -> list[Sent] | None:
     """ControlNet residuals [B, tokens, width] for the first `blocks` blocks, as diffusers takes them: one for each.
 
-    Blocks without one get a zero that fits any shape. A residual covers the picture's own tokens, the first ones;
+    They get the model's `dtype`, as ComfyUI adds them in place; diffusers would go on in the wider of both. Blocks
+    without one get a zero that fits any shape. A residual covers the picture's own tokens, the first ones;
     where others follow (reference pictures) it is filled up with zeros, for ComfyUI leaves those alone. None if
     there is nothing to add. Refuses residuals of another shape: the ControlNet is another model's.
     """
@@ -128,8 +129,8 @@ def residuals(
             f"What it adds has the shape {' x '.join(map(str, first.shape))}; the model's tokens are {width} wide.",
             "Choose a ControlNet of the model's own family.",
         )
-    zero = each(first.new_zeros(1, 1, 1), batched=False)
-    filled = [zero if one is None else _filled_up(one, tokens) for one in present]
+    zero = each(first.new_zeros(1, 1, 1, dtype=dtype), batched=False)
+    filled = [zero if one is None else _filled_up(one.to(dtype), tokens) for one in present]
     return [*filled, *[zero] * (blocks - len(filled))]
 
 

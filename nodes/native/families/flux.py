@@ -38,7 +38,7 @@ def _call(model: Any, arguments: Arguments) -> Call:
         "txt_ids": kept(arguments["txt_ids"][0], batched=False),
         "controlnet_block_samples": residuals(control.get("input"), len(model.double_blocks), tokens, width),
         "controlnet_single_block_samples": residuals(
-            control.get("output"), len(model.single_blocks), tokens, width
+            control.get("output"), len(model.single_blocks), tokens, width, img.dtype
         ),
     }
     if arguments["attn_mask"] is not None:

@@ -71,11 +71,7 @@ def _call(model: Any, arguments: Arguments) -> Call:
         # Of the grids only the tokens count, for which of them are at time zero; the first grid's are not.
         "img_shapes": [_grids([tokens[0], sum(tokens[1:])] if at_time_zero else [sum(tokens)])],
         "controlnet_block_samples": residuals(
-            # In place, as ComfyUI adds them, they would take this dtype; diffusers would take theirs.
-            control and [None if one is None else one.to(x.dtype) for one in control],
-            len(model.transformer_blocks),
-            sum(tokens),
-            model.inner_dim,
+            control, len(model.transformer_blocks), sum(tokens), model.inner_dim, x.dtype
         ),
     }
     if getattr(model.time_text_embed, "use_additional_t_cond", False):

@@ -21,17 +21,14 @@ _SINUSOID = "condition_embedder.timesteps_proj"
 _TIME = "condition_embedder.time_embedder"
 _ROPE = "rope"
 
-_TEXT_LENGTH = (
-    512  # beside a picture's embedding, diffusers takes so many last tokens for text, no more and no less
-)
-_ROPE_LENGTH = 1024  # positions of an axis that diffusers' table holds
+# Beside a picture's embedding, diffusers takes this many last tokens for text, no more and no less.
+_TEXT_LENGTH = 512
+# Positions of an axis in diffusers' table.
+_ROPE_LENGTH = 1024
 
 _USED = {"x", "timestep", "context", "clip_fea", "time_dim_concat", "transformer_options"}
-_WITHOUT_EFFECT = {
-    "y",
-    "crossattn_controlnet",
-    "denoise_mask",
-}  # taken by ComfyUI's class, which does nothing with them
+# Taken by ComfyUI's class, which does nothing with them.
+_WITHOUT_EFFECT = {"y", "crossattn_controlnet", "denoise_mask"}
 _FEATURES = {
     "control": "A ControlNet",
     "context_latents": "A reference in context (Bernini)",
