@@ -285,6 +285,7 @@ class ManagedSlot:
     """
 
     parent = None
+    clone_base_uuid = None  # newer releases look for copies of a model by it; a slot is nobody's copy
 
     class ShardedWeights:
         """What ComfyUI's bookkeeping holds a weak reference to, and names in its log."""

@@ -120,7 +120,7 @@ def count_heads(what: str, class_name: str, config: Mapping[str, Any]) -> tuple[
     """
     config = {**DEFAULTS.get(class_name, {}), **config}
     heads_key = next((key for key in _HEADS if key in config), _HEADS[0])
-    heads = config.get(heads_key, _from_widths(config))
+    heads: Any = config.get(heads_key, _from_widths(config))
     groups_key = next((key for key in _GROUPS if config.get(key) is not None), "")
     groups = config[groups_key] if groups_key else heads
     for key, count in ((heads_key, heads), (groups_key, groups)):

@@ -1,6 +1,7 @@
-"""`make demo`: a real ComfyUI server runs a shipped workflow, and the picture lands in demo_output/.
+"""`make demo`: a real ComfyUI server runs shipped workflows, and their pictures land in demo_output/.
 
-Ends with 0 only if the picture is there and nothing that the server started is left.
+By default two that ask for the same picture: one through the pipeline nodes, one through ComfyUI's own sampler. Ends
+with 0 only if the pictures are there, both latents agree, and nothing that the server started is left.
 """
 
 from __future__ import annotations
@@ -10,16 +11,31 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tools import ROOT, comfy_source, workflow
+from tools import ROOT, comfy_source, latents, workflow
 from tools.base_directory import BaseDirectory
 from tools.client import ComfyClient, Event, PromptError, Run
 from tools.comfy import Server, ServerError
 
-DEFAULT_WORKFLOW = ROOT / "workflows" / "flux_prefer_tensor.json"
+# The same picture twice: by diffusers' loop in the ranks, and by ComfyUI's sampler in front of them.
+PIPELINE_NODES = ROOT / "workflows" / "flux_prefer_tensor.json"
+STOCK_NODES = ROOT / "workflows" / "flux_stock_ksampler.json"
+MOST_APART = 1e-3  # max_rel of their latents, float32
 OUTPUT = ROOT / "demo_output"
 PROMPT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """A workflow that has run: its pictures here, the seconds of each node, and the latent if it was asked for."""
+
+    stem: str
+    pictures: list[Path]
+    seconds: dict[str, float]
+    latent: Any = None
 
 
 class Progress:
@@ -67,8 +83,9 @@ def _counted(value: float, total: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workflow", nargs="?", type=Path, default=DEFAULT_WORKFLOW)
-    path = parser.parse_args().workflow
+    parser.add_argument("workflow", nargs="?", type=Path, help="run this one only")
+    one = parser.parse_args().workflow
+    paths = [one] if one else [PIPELINE_NODES, STOCK_NODES]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
     try:
@@ -77,59 +94,85 @@ def main() -> int:
             version = comfy_source.version(comfy_source.obtain())
             print(f"starting ComfyUI {version} ...", flush=True)
             with server:
-                run, stages = _run(server, path)
-                pictures = _save(server, run, path.stem)
+                print(f"{server.url} is up", flush=True)
+                done = [_run(server, path, compare=len(paths) > 1) for path in paths]
                 held = len(server.offspring())
-            stages = {"server start": server.start_seconds, **stages}
-    except (comfy_source.SourceError, ServerError, PromptError, workflow.WorkflowError, OSError) as error:
+    except (
+        comfy_source.SourceError,
+        latents.LatentError,
+        OSError,
+        PromptError,
+        ServerError,
+        workflow.WorkflowError,
+    ) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("demo: stopped", file=sys.stderr)
         return 130
-    return _report(pictures, stages, time.monotonic() - began, held, server.left_behind)
+    agree = len(done) == 1 or _compare(*done)
+    gone = _report(done, server, time.monotonic() - began, held)
+    return 0 if agree and gone else 1
 
 
-def _run(server: Server, path: Path) -> tuple[Run, dict[str, float]]:
-    """Queue the very file that ComfyUI lists as a template; return the run and the seconds of each node."""
-    print(f"{server.url} is up; running {path.name}", flush=True)
+def _run(server: Server, path: Path, *, compare: bool) -> Done:
+    """Queue the very file that ComfyUI lists as a template, and fetch its pictures as a client would.
+
+    To be compared, its latent is saved as well.
+    """
+    print(f"running {path.name}", flush=True)
     with ComfyClient(server.url) as client:
         api = workflow.to_api(workflow.load(path), client.object_info)
+        if compare:
+            api = latents.save_too(api)
         progress = Progress(workflow.titles(api))
         try:
             run = client.run(api, PROMPT_SECONDS, progress)
         except PromptError:
             print(server.log_tail(40), file=sys.stderr)
             raise
-    return run, progress.seconds
+        pictures = _save(client, run, path.stem)
+    latent = latents.saved(run, server.base.output) if compare else None
+    return Done(path.stem, pictures, progress.seconds, latent)
 
 
-def _save(server: Server, run: Run, stem: str) -> list[Path]:
-    """Fetch the pictures as a client would, before the server and its folders go."""
+def _save(client: ComfyClient, run: Run, stem: str) -> list[Path]:
     if not run.images:
         raise PromptError("the workflow succeeded, but saved no picture")
     OUTPUT.mkdir(exist_ok=True)
     pictures = []
-    with ComfyClient(server.url) as client:
-        for index, image in enumerate(run.images):
-            picture = OUTPUT / (f"{stem}.png" if index == 0 else f"{stem}_{index}.png")
-            picture.write_bytes(client.get_image(image.filename, image.subfolder, image.type))
-            pictures.append(picture)
+    for index, image in enumerate(run.images):
+        picture = OUTPUT / (f"{stem}.png" if index == 0 else f"{stem}_{index}.png")
+        picture.write_bytes(client.get_image(image.filename, image.subfolder, image.type))
+        pictures.append(picture)
     return pictures
 
 
-def _report(
-    pictures: list[Path], stages: dict[str, float], total: float, held: int, left_behind: list[str]
-) -> int:
+def _compare(first: Done, second: Done) -> bool:
+    """Say how far the latents are apart, and whether that is rounding."""
+    apart = latents.max_rel(second.latent, first.latent)
+    agree = apart <= MOST_APART
+    print(
+        f"latents of {first.stem} and {second.stem}: max_rel {apart:.1e} ({MOST_APART:.0e} allowed)",
+        file=sys.stdout if agree else sys.stderr,
+    )
+    return agree
+
+
+def _report(done: list[Done], server: Server, total: float, held: int) -> bool:
+    """Print times and files; whether every process that the server had started is gone."""
+    stages = {"server start": server.start_seconds}
+    for one in done:
+        stages |= {f"{one.stem}: {title}": seconds for title, seconds in one.seconds.items()}
     for stage, seconds in {**stages, "everything": total}.items():
         print(f"{seconds:7.2f} s  {stage}")
-    for picture in pictures:
+    for picture in (picture for one in done for picture in one.pictures):
         print(f"wrote {picture.relative_to(ROOT)} ({picture.stat().st_size} bytes)")
-    if left_behind:
-        print("these processes outlived the server:", *left_behind, sep="\n  ", file=sys.stderr)
-        return 1
+    if server.left_behind:
+        print("these processes outlived the server:", *server.left_behind, sep="\n  ", file=sys.stderr)
+        return False
     print(f"server stopped; all {held} processes it had started are gone")
-    return 0
+    return True
 
 
 if __name__ == "__main__":

@@ -115,9 +115,11 @@ class _OnGroup:
 
 def _swap_classes(model: Any, remote: Remote) -> None:
     denoiser = model.diffusion_model
-    denoiser.__class__ = _remote_denoiser(type(denoiser), remote.family)
+    denoiser_class: Any = type(denoiser)
+    denoiser.__class__ = _remote_denoiser(denoiser_class, remote.family)
     denoiser.sharded = remote
-    model.__class__ = _remote_model(type(model))
+    model_class: Any = type(model)
+    model.__class__ = _remote_model(model_class)
     model.sharded = remote
     model.device = comfy_host.CPU
 

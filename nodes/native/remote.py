@@ -11,7 +11,6 @@ import torch
 
 from ...runtime import planner
 from ...runtime.group import Slot, WorkerGroup
-from ...runtime.kept import new_number
 from ...runtime.spec import (
     DenoiserCall,
     Forward,
@@ -112,7 +111,8 @@ class Remote:
                     for replica, (start, stop) in enumerate(part)
                     if stop > start
                 ]
-                outputs.append(torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone())
+                # One piece stays where it is: the rank has let go of it, and its memory goes back when it dies.
+                outputs.append(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
             if self._verify:
                 self._verify_first(group, wired[0], frame, outputs[0])
         return outputs
@@ -159,6 +159,7 @@ class _Frame:
         self.tensors: dict[str, torch.Tensor] = {}
         self.new: list[int] = []
         self._used: set[int] = set()
+        self._once: dict[int, int] = {}  # id of a tensor that crosses once -> its number
 
     def call(
         self, call: Call, skipped: Mapping[str, tuple[str, ...]], rows: tuple[tuple[int, int], ...]
@@ -191,13 +192,17 @@ class _Frame:
         return TensorRef(numbers, dim=sent.dim, batched=sent.batched, tokens=sent.tokens)
 
     def _number(self, tensor: torch.Tensor, stays: bool) -> int:
-        number, is_new = self._kept.number(tensor) if stays else (new_number(), True)
-        if stays:
-            self._used.add(number)
+        if not stays:
+            # ControlNets give several blocks the same residual. An id is its own as long as `tensors` holds it.
+            if id(tensor) not in self._once:
+                self._once[id(tensor)] = self._kept.passing()
+                self.tensors[str(self._once[id(tensor)])] = tensor
+            return self._once[id(tensor)]
+        number, is_new = self._kept.number(tensor)
+        self._used.add(number)
         if is_new:
             self.tensors[str(number)] = tensor
-            if stays:
-                self.new.append(number)
+            self.new.append(number)
         return number
 
 

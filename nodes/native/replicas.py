@@ -145,7 +145,7 @@ def calc_cond_batch(
         alone = [cond if other == place else None for other, cond in enumerate(conds)]
         return executor(model, alone, x_in, timestep, model_options)[place]
 
-    jobs = [lambda place=place: job(place) for place in range(len(conds))]  # type: ignore[misc]
+    jobs = [lambda place=place: job(place) for place in range(len(conds))]
     with remote.turns() as turns:
         return turns.run(jobs)
 

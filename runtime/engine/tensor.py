@@ -79,9 +79,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Ranks(NamedTuple):
     """The ranks of the tensor axis as one of them sees them. A rank that computes alone has no group."""
 
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup
     rank: int
     shares: tuple[int, ...]
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """One rank that holds everything and never asks its group."""
+        return cls(None, 0, (1,))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks; eager calls do it in place."""

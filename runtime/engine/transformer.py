@@ -45,7 +45,7 @@ def plan_transformer(
     sources = {name: source for name, source in checkpoint.sources.items() if name in used}
     checkpoint = replace(checkpoint, sources=sources)
     if mesh is None:
-        return Planned(model, checkpoint, None, {}, Ranks(None, 0, (1,)))
+        return Planned(model, checkpoint, None, {}, Ranks.alone())
     axis = mesh["tensor"]
     ranks = Ranks(axis.get_group(), axis.get_local_rank(), parallel.shares)
     plan = tensor_plan(model, parallel.shares, parallel.tensor_plan) if parallel.tensor > 1 else None

@@ -17,6 +17,7 @@ class Echo(nn.Module):
 
 class EchoSlot(DenoiserSlot):
     def _load(self, *_: Any) -> None:
-        self.substitutions.paths = set(self.model.replaced)  # an Echo has none of these modules, and needs none
+        # An Echo has none of the modules that a call may replace, and needs none.
+        self.substitutions.paths = set(self.model.replaced)
         self.context_rank = 0
         self.transformer = Echo()

@@ -39,7 +39,7 @@ def start_server() -> Iterator[Callable[..., Server]]:
     assert not left, "processes outlived their server:\n" + "\n".join(left)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shipped_workflow() -> Callable[..., Workflow]:
     """`shipped_workflow(client, "flux_prefer_tensor", ShardedSample={"steps": 2})`: a file of workflows/ in API format.
 

@@ -15,6 +15,7 @@ from tools.comfy import Server
 
 SCHEMA = ROOT / "tests" / "unit" / "node_schema.json"
 OPTIONS = ("default", "min", "max", "step", "options")
+LISTS_OF_MODELS = ("A folder with", "A safetensors file")  # begin the tooltips of inputs that choose a model
 KEPT = ("input", "input_order", "output", "output_name", "display_name", "category", "output_node")
 
 
@@ -32,7 +33,7 @@ def _plain(value: Any) -> Any:
     """What a saved workflow depends on: no tooltips, no display hints, no list of this machine's models."""
     if isinstance(value, dict):
         if "tooltip" in value:
-            models = {"options"} if value["tooltip"].startswith("A folder with") else set()
+            models = {"options"} if value["tooltip"].startswith(LISTS_OF_MODELS) else set()
             return {name: value[name] for name in OPTIONS if name in value and name not in models}
         return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, list):

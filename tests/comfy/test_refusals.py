@@ -123,7 +123,7 @@ WISHES: dict[str, tuple[Callable[[Prompt], None], str, str]] = {
     "more ranks than devices": (_with("config", tensor=16), "load", "needs 16 devices; here are 8"),
     "ring": (_with("config", ring=2), "config", "ring 2 cannot be used"),
     "stage": (_with("config", stage=2), "config", "stage 2 cannot be used"),
-    "replica": (_with("config", replica=2), "config", "replica 2 cannot be used"),
+    "replica": (_with("config", tensor=1, replica=2), "load", "replica 2 cannot be used with a pipeline"),
     "both axes": (_with("config", tensor=2, ulysses=2), "config", "tensor 2 together with ulysses 2"),
     "no degree": (_with("config", tensor=0), "config", "tensor 0 is no degree"),
     "strategy": (_with("config", strategy="fast"), "config", "There is no strategy 'fast'"),

@@ -42,10 +42,9 @@ def native_model(path: Path, variant: Variant, dtype: str) -> Any:
 def sharded_model(host: Host, path: Path, dtype: str, degrees: Degrees) -> Any:
     """The MODEL that the pack's loader node gives for this file in this layout, on CPU ranks."""
     spec = host.pack("runtime.spec")
-    layout = spec.ParallelConfig(
-        strategy="manual", degrees=spec.ParallelSpec(**degrees), devices="cpu"
-    )
-    return host.pack("nodes.native.model").sharded_model(path, layout, dtype)
+    layout = spec.ParallelConfig(strategy="manual", degrees=spec.ParallelSpec(**degrees), devices="cpu")
+    model, _ = host.pack("nodes.native.model").sharded_model(path, layout, dtype)
+    return model
 
 
 class Models:

@@ -121,7 +121,10 @@ def _wan(name: str, prefix: str = "", **config: Any) -> Variant:
     )
 
 
-_VISION = {"image_dim": 1280, "added_kv_proj_dim": HEADS * HEAD}  # ComfyUI takes the width of CLIP for granted
+_VISION = {
+    "image_dim": 1280,
+    "added_kv_proj_dim": HEADS * HEAD,
+}  # ComfyUI takes the width of CLIP for granted
 WAN_T2V = _wan("wan-2.1-t2v")
 WAN_I2V = _wan("wan-2.1-i2v", in_channels=36, **_VISION)
 WAN_FLF2V = _wan("wan-2.1-flf2v", "model.diffusion_model.", in_channels=36, pos_embed_seq_len=514, **_VISION)

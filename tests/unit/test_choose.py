@@ -30,14 +30,11 @@ def situation(
 # ---- the rows
 
 
-def test_data_parallelism_is_not_built_so_one_picture_is_made_faster() -> None:
-    """Row: the model fits and there are many prompts."""
+def test_copies_are_for_who_asks_so_one_picture_is_made_faster() -> None:
+    """Row: the model fits and there are many prompts; of those, and of CFG, the planner knows nothing."""
     spec, reason = choose(situation(FITS, 24, 24, 24, 24), "auto")
     assert spec == ParallelSpec(ulysses=4)
-    assert reason == (
-        "the weights fit on each card used, so the sequence is divided for speed; copies of the model for many "
-        "prompts are not built yet"
-    )
+    assert reason == "the weights fit on each card used, so the sequence is divided for speed"
 
 
 def test_device_map_is_not_built_so_weights_are_divided_over_slow_links() -> None:

@@ -406,7 +406,7 @@ def test_manual_degrees_take_weighted_shares_where_equal_ones_have_no_room() -> 
     assert not planned(mock_facts(20), manual(tensor=2), mock_cards(24, 16)).spec.tensor_shares
 
 
-@pytest.mark.parametrize("axis", ["ring", "stage", "replica"])
+@pytest.mark.parametrize("axis", ["ring", "stage"])
 def test_axes_that_are_not_built_are_refused_by_name(axis: str) -> None:
     with refused(f"{axis} 2", f"{axis} 1"):
         planner.check_config(manual(**{axis: 2}))
@@ -417,6 +417,32 @@ def test_axes_that_are_not_built_are_refused_by_name(axis: str) -> None:
 def test_a_degree_below_one_is_refused_by_name(axis: str, degree: int) -> None:
     with refused(f"{axis} {degree}", f"{axis} 1"):
         planner.check_config(manual(**{axis: degree}))
+
+
+def test_copies_are_refused_for_pipelines_and_accepted_for_transformers() -> None:
+    with refused("replica 2 cannot be used with a pipeline", "Load Diffusion Model", "tensor 2"):
+        planned(mock_facts(8), manual(replica=2), mock_cards(24, 24))
+    alone = msgspec.structs.replace(mock_facts(8), pipeline_class="")
+    assert planned(alone, manual(replica=2), mock_cards(24, 24)).spec == ParallelSpec(replica=2)
+    both = planned(alone, manual(replica=2, tensor=2), mock_cards(24, 24, 24, 24))
+    assert both.spec.world_size == len(both.devices) == 4
+
+
+def test_idle_copies_are_told_and_busy_ones_are_not() -> None:
+    two = ParallelSpec(replica=2)
+    assert "CFG 1" in planner.idle_replicas(two, calls=1, batch=1)
+    assert planner.idle_replicas(two, calls=2, batch=1) == planner.idle_replicas(two, calls=1, batch=2) == ""
+    assert planner.idle_replicas(ParallelSpec(tensor=2), calls=1, batch=1) == ""
+
+
+def test_sequences_that_ulysses_cannot_divide_are_refused_and_masks_too() -> None:
+    two = ParallelSpec(ulysses=2)
+    planner.check_sequences(two, {"picture": 64, "text": 12}, masked=False)
+    planner.check_sequences(ParallelSpec(tensor=2), {"picture": 63, "text": 11}, masked=True)
+    with refused("ulysses 2", "11 text tokens", "tensor 2"):
+        planner.check_sequences(two, {"picture": 64, "text": 11}, masked=False)
+    with refused("attention mask", "ulysses 2", "tensor 2"):
+        planner.check_sequences(two, {"picture": 64}, masked=True)
 
 
 def test_tensor_together_with_ulysses_is_refused_with_a_single_axis() -> None:

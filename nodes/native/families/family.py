@@ -130,7 +130,9 @@ def residuals(
             "Choose a ControlNet of the model's own family.",
         )
     zero = each(first.new_zeros(1, 1, 1, dtype=dtype), batched=False)
-    filled = [zero if one is None else _filled_up(one.to(dtype), tokens) for one in present]
+    # ControlNets give several blocks the same residual: what is one tensor stays one, and crosses once.
+    sent = {id(one): _filled_up(one.to(dtype), tokens) for one in present if one is not None}
+    filled = [zero if one is None else sent[id(one)] for one in present]
     return [*filled, *[zero] * (blocks - len(filled))]
 
 

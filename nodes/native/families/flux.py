@@ -36,7 +36,9 @@ def _call(model: Any, arguments: Arguments) -> Call:
         "timestep": each(timesteps),
         "img_ids": kept(arguments["img_ids"][0], batched=False),
         "txt_ids": kept(arguments["txt_ids"][0], batched=False),
-        "controlnet_block_samples": residuals(control.get("input"), len(model.double_blocks), tokens, width),
+        "controlnet_block_samples": residuals(
+            control.get("input"), len(model.double_blocks), tokens, width, img.dtype
+        ),
         "controlnet_single_block_samples": residuals(
             control.get("output"), len(model.single_blocks), tokens, width, img.dtype
         ),
