@@ -9,7 +9,7 @@ PYTHON := $(VENV)/bin/python
 SUITES ?= unit group comfy browser
 SELECT ?= not slow
 ARGS ?=
-BENCHES ?= wire overhead dispatch load
+BENCHES ?= wire overhead dispatch load native
 # pytest gets the folders that exist.
 folders = $(wildcard $(addprefix tests/,$(1)))
 

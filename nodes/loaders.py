@@ -94,7 +94,7 @@ class LoadDiffusionModel(io.ComfyNode):
                     "model_name",
                     options=comfy_host.denoisers(),
                     tooltip="A safetensors file in models/diffusion_models, or the transformer of a folder in "
-                    "models/diffusers.",
+                    "models/diffusers: FLUX.1, Qwen-Image or Wan.",
                 ),
                 io.Combo.Input(
                     "dtype",

@@ -178,10 +178,16 @@ class WorkerGroup:
 
     # ---- life
 
+    @property
+    def alive(self) -> bool:
+        """Whether all ranks run. What `slots` and `parked` say is true only then."""
+        session = self._session
+        return session is not None and session.dead is None
+
     def start(self, report: Report | None = None, cancelled: IsCancelled | None = None) -> None:
         """Start the ranks unless they run. Raises RankError (kind "start") within a minute, or Cancelled."""
         with self._lock:
-            if self._session is not None and self._session.dead is None:
+            if self.alive:
                 return
             self.close(self.reason)
             if problem := environment.unsupported_platform():
@@ -318,32 +324,36 @@ class WorkerGroup:
                 give_up = time.monotonic() + GRACE_SECONDS
             if time.monotonic() > give_up:
                 break
-        return self._outcome(session, replies, failures, raised, doing)
-
-    def _outcome(
-        self,
-        session: _Session,
-        replies: dict[int, wire.Message],
-        failures: dict[int, Failure],
-        raised: BaseException | None,
-        doing: str,
-    ) -> dict[int, wire.Message]:
-        real = {rank: f for rank, f in failures.items() if f.kind != "cancelled"}
-        if real:
-            rank = min(real, key=lambda r: (real[r].kind != "memory", r))
-            error = self._failed(session, rank, real[rank], doing)
-            if any(failure.kind == "empty" for failure in real.values()):
-                # Host and ranks disagree about what is held: load again on the next use.
-                self.slots.clear()
-                self.parked.clear()
-            if len(replies) + len(failures) < len(session.connections):
-                self.close(str(error).partition("\n")[0])
-            raise error
-        if raised is not None:
-            raise raised
+        try:
+            self._raise_failures(session, len(replies), failures, doing)
+            if raised is not None:
+                raise raised
+        finally:
+            # Its traceback leads here, and a cycle would keep all that its frames hold until the collector comes.
+            del raised
         if failures:
             raise Cancelled(f"Cancelled while {_ing(doing)}.")
         return replies
+
+    def _raise_failures(
+        self, session: _Session, replies: int, failures: dict[int, Failure], doing: str
+    ) -> None:
+        """Raise what a rank has reported, unless all of them just stopped. Ends the group if one did not answer."""
+        real = {rank: f for rank, f in failures.items() if f.kind != "cancelled"}
+        if not real:
+            return
+        rank = min(real, key=lambda r: (real[r].kind != "memory", r))
+        error = self._failed(session, rank, real[rank], doing)
+        if any(failure.kind == "empty" for failure in real.values()):
+            # Host and ranks disagree about what is held: load again on the next use.
+            self.slots.clear()
+            self.parked.clear()
+        if replies + len(failures) < len(session.connections):
+            self.close(str(error).partition("\n")[0])
+        try:
+            raise error
+        finally:
+            del error  # as in _collect
 
     def _died(self, session: _Session, rank: int, doing: str) -> RankError:
         """The error for a rank whose socket closed; ends the group."""
@@ -417,6 +427,7 @@ class WorkerGroup:
                 }
                 for state, held in (("loaded", self.slots), ("parked", self.parked))
                 for name, info in list(held.items())
+                if self.alive
             ],
         }
 
@@ -478,22 +489,13 @@ class Slot:
     def __init__(self, name: str, layout: Layout, model: ModelSpec):
         self.name, self.layout, self.model = name, layout, model
         self.kept = KeptTensors()
-        weakref.finalize(self, _release_later, name, layout.devices)
+        # Not at exit: the groups are closed then anyway, and no thread can be started any more.
+        weakref.finalize(self, _release_later, name, layout.devices).atexit = False
 
     def ensure(self, report: Report | None = None, cancelled: IsCancelled | None = None) -> SlotInfo:
         """Make the model resident; does nothing if it is. What rank 0 holds: another object after each load."""
-        group = GROUPS.group(self.layout.devices)
-        with group._lock:
-            group.start(report, cancelled)
-            if self.name not in group.slots:
-                request = Load(slot=self.name, model=self.model, parallel=self.layout.spec)
-                replies = group.call(request, report=report, cancelled=cancelled)
-                info = replies[0].body
-                assert isinstance(info, SlotInfo)
-                group.parked.pop(self.name, None)
-                group.layouts[self.name] = self.layout
-                group.slots[self.name] = info
-            return group.slots[self.name]
+        with self.held(report, cancelled) as (info, _):
+            return info
 
     def call(
         self,
@@ -504,9 +506,7 @@ class Slot:
         cancelled: IsCancelled | None = None,
     ) -> wire.Message:
         """Run `request` on the loaded model; the reply of rank 0."""
-        group = GROUPS.group(self.layout.devices)
-        with group._lock:
-            self.ensure(report, cancelled)
+        with self.held(report, cancelled) as (_, group):
             return group.call(request, tensors, report=report, cancelled=cancelled)[0]
 
     @contextlib.contextmanager
@@ -514,9 +514,35 @@ class Slot:
         self, report: Report | None = None, cancelled: IsCancelled | None = None
     ) -> Iterator[tuple[SlotInfo, WorkerGroup]]:
         """The loaded model's group for several calls that nothing may come between; and what rank 0 holds."""
+        # Before the group's lock: who closes a group holds the registry's and waits for the group's.
         group = GROUPS.group(self.layout.devices)
         with group._lock:
-            yield self.ensure(report, cancelled), group
+            info = self._loaded_on(group, report, cancelled)
+            try:
+                yield info, group
+            except RankError:
+                # The ranks may have failed before they had kept what came with the call.
+                self.kept.belong_to(None)
+                raise
+
+    def _loaded_on(
+        self, group: WorkerGroup, report: Report | None, cancelled: IsCancelled | None
+    ) -> SlotInfo:
+        group.start(report, cancelled)
+        if self.name not in group.slots:
+            GROUPS.unload_unheld(group)
+            group.parked.pop(self.name, None)
+            request = Load(slot=self.name, model=self.model, parallel=self.layout.spec)
+            try:
+                info = group.call(request, report=report, cancelled=cancelled)[0].body
+            except BaseException:
+                # Whoever was stopped may have been through already, and would hold what nobody here knows of.
+                _unload(group, self.name)
+                raise
+            assert isinstance(info, SlotInfo)
+            group.layouts[self.name] = self.layout
+            group.slots[self.name] = info
+        return group.slots[self.name]
 
     def park(self) -> None:
         """Take the model off its devices, into host RAM if that has room. It comes back on the next use."""
@@ -525,29 +551,50 @@ class Slot:
             return
         with group._lock:
             info = group.slots.pop(self.name, None)
-            if info is None:
+            if info is None or not group.alive:
                 return
-            with contextlib.suppress(RankError):
-                answers = group.call(Park(slot=self.name)).values()
-                if all(isinstance(one.body, Parked) and one.body.in_host_memory for one in answers):
-                    group.parked[self.name] = info
+            self.kept.belong_to(None)
+            try:
+                answers = [message.body for message in group.call(Park(slot=self.name)).values()]
+            except RankError as error:
+                log.warning("%s could not be parked: %s", self.name, str(error).partition("\n")[0])
+                _unload(group, self.name)
+                return
+            if all(isinstance(answer, Parked) and answer.in_host_memory for answer in answers):
+                group.parked[self.name] = info
             log.info("%s %s.", "Parked" if self.name in group.parked else "Dropped", self.name)
 
     def unload(self) -> None:
         """Give the model's memory back; the slot can be used again and then reloads."""
-        GROUPS.unload(self.name, self.layout.devices)
+        group = GROUPS.find(self.layout.devices)
+        if group is None:
+            return
+        with group._lock:
+            self.kept.belong_to(None)
+            if self.name in group.slots or self.name in group.parked:
+                log.info("Unloading %s.", self.name)
+                _unload(group, self.name)
 
     @property
     def loaded(self) -> bool:
         group = GROUPS.find(self.layout.devices)
-        return group is not None and self.name in group.slots
+        return group is not None and group.alive and self.name in group.slots
+
+
+def _unload(group: WorkerGroup, name: str) -> None:
+    """Empty a slot, on the ranks if they run. The caller holds the group's lock."""
+    group.slots.pop(name, None)
+    group.parked.pop(name, None)
+    if group.alive:
+        with contextlib.suppress(RankError):
+            group.call(Unload(slot=name))
 
 
 def _release_later(name: str, devices: tuple[Device, ...]) -> None:
     """Unload a slot nobody holds any more. In a thread: a finalizer may run inside any other call."""
     group = GROUPS.find(devices)
     if group is not None and (name in group.slots or name in group.parked):
-        threading.Thread(target=GROUPS.unload, args=(name, devices), daemon=True).start()
+        threading.Thread(target=GROUPS.unload_unheld, args=(group,), daemon=True).start()
 
 
 class Registry:
@@ -579,17 +626,13 @@ class Registry:
                 slot = self._slots[name] = Slot(name, layout, model)
             return slot
 
-    def unload(self, name: str, devices: tuple[Device, ...]) -> None:
-        group = self.find(devices)
-        if group is None:
-            return
+    def unload_unheld(self, group: WorkerGroup) -> None:
+        """Unload what nothing refers to any more. A slot that was asked for again meanwhile stays as it is."""
         with group._lock:
-            holder = self._slots.get(name)
-            held = [states.pop(name, None) for states in (group.slots, group.parked)]
-            if any(held):
-                log.info("Unloading %s%s.", name, "" if holder else ": nothing refers to it any more")
-                with contextlib.suppress(RankError):
-                    group.call(Unload(slot=name))
+            for name in [*group.slots, *group.parked]:
+                if name not in self._slots:
+                    log.info("Unloading %s: nothing refers to it any more.", name)
+                    _unload(group, name)
 
     def groups(self) -> list[WorkerGroup]:
         with self._lock:

@@ -264,8 +264,8 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a call: the tensors of these numbers, joined along `dim` if there are several.
 
     A number is the name of a tensor in the frame, or one that the ranks keep from an earlier frame. `batched`: dim 0
-    is the batch, unless its size is 1. `tokens`: dim 1 follows the picture's tokens, and each rank of a context axis
-    takes its own part of it.
+    is the batch, or a multiple of it, unless its size is 1. `tokens`: dim 1 follows the picture's tokens, and each
+    rank of a context axis takes its own part of it.
     """
 
     numbers: tuple[int, ...]

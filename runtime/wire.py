@@ -351,7 +351,10 @@ class Connection:
         self._send_frame(self._encoder.encode(FrameHeader(0, None, opened=opened)), [], buffers)
 
     def _send_frame(self, header: bytes, payload: list[memoryview], opened: list[Buffer]) -> None:
-        prefix = _PREFIX.pack(len(header), sum(len(part) for part in payload))
+        length = sum(len(part) for part in payload)
+        prefix = _PREFIX.pack(len(header), length)
+        if length < SHARE_FROM:  # one message is worth a small copy: each wakes the peer's reader
+            header, payload = b"".join((header, *payload)), []
         try:
             self._send_bytes([prefix, header, *payload], [buffer.descriptor for buffer in opened])
         except OSError as error:

@@ -180,15 +180,16 @@ class Worker:
         raise TypeError(f"{type(request).__name__} is no request")
 
     def _load(self, request: Load, report, cancelled) -> Body:
-        slot = self.slots.get(request.slot)
-        if slot is not None and getattr(slot, "parked", False):
-            slot.unpark()  # type: ignore[attr-defined]
-            return slot.info()
-        self.slots.pop(request.slot, None)
-        slot = None
-        self.backend.release_memory()
-        slot = self._new_slot(request)
-        slot.load(report, cancelled)
+        slot: Any = self.slots.pop(request.slot, None)
+        # Asked of all: a rank that has lost it reads the file, and the others have to do so with it.
+        if self.backend.any_rank(not getattr(slot, "parked", False)):
+            slot = None
+            self.backend.release_memory()
+            slot = self._new_slot(request)
+            slot.load(report, cancelled)
+        else:
+            slot.unpark()
+            self.backend.release_memory()
         self.slots[request.slot] = slot
         return slot.info()
 
@@ -204,12 +205,14 @@ class Worker:
 
     def _park(self, name: str) -> Parked:
         slot = self._denoiser(name)
-        in_host_memory = slot.park()
-        if not in_host_memory:
-            self.slots.pop(name)
+        try:
+            slot.park()
+        except Exception as error:  # it is no error to the host: the next use reads the file again
+            print(f"'{name}' is not parked: {error}", file=sys.stderr, flush=True)
+            del self.slots[name]
         del slot
         self.backend.release_memory()
-        return Parked(in_host_memory=in_host_memory)
+        return Parked(in_host_memory=name in self.slots)
 
     def _verify(self, request: Verify, tensors: dict[str, torch.Tensor]) -> tuple[Body, dict]:
         if self.place.rank:
@@ -269,10 +272,18 @@ def _failure(error: Exception) -> Failure:
         kind = "refused"
     elif isinstance(error, EmptySlot):
         kind = "empty"
-    elif type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+    elif _is_out_of_memory(error):
         kind = "memory"
     text = str(error) if kind == "refused" else f"{type(error).__name__}: {error}"
     return Failure(kind=kind, message=text, traceback=traceback.format_exc())
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(
+        error
+    )  # torch has no class for it
 
 
 def _redirect_output(log: Path) -> None:

@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Show what the server said under a failed test."""
     report = yield
-    server = getattr(item, "funcargs", {}).get("comfy_server")
-    if report.failed and isinstance(server, Server):
-        report.sections.append(("ComfyUI server log (tail)", server.log_tail(40)))
+    for server in getattr(item, "funcargs", {}).values() if report.failed else ():
+        if isinstance(server, Server):
+            report.sections.append(("ComfyUI server log (tail)", server.log_tail(40)))
     return report
 
 

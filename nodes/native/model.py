@@ -23,7 +23,7 @@ from ...runtime.spec import Layout, ParallelConfig, Refusal
 from .. import comfy_host
 from .families.family import NativeFamily
 from .families.table import FAMILIES, working
-from .patcher import ShardedPatcher, patcher_for
+from .patcher import SAVING, ShardedPatcher, needs_weights, patcher_for
 from .remote import Remote, refuse_patches
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -106,11 +106,7 @@ class _OnGroup:
         return super().memory_required(input_shape, *more, **others) / parts  # type: ignore[misc]
 
     def state_dict_for_saving(self, *_more: Any, **_others: Any) -> dict[str, Any]:
-        raise Refusal(
-            "A sharded MODEL cannot be saved.",
-            "The weights lie in parts on the ranks, and ComfyUI has none of them.",
-            "Works instead: copy the model's file.",
-        )
+        raise needs_weights(*SAVING)
 
 
 def _swap_classes(model: Any, remote: Remote) -> None:

@@ -14,15 +14,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+from ...runtime.group import Slot
 from ...runtime.spec import Refusal
 from .. import comfy_host
 from .remote import Remote
 from .replicas import calc_cond_batch
 
 _KEY = "sharded"
+SAVING = ("Saving", "copy the model's file")
 
 
 class SlotPatcher(ModelPatcher):
@@ -32,6 +35,10 @@ class SlotPatcher(ModelPatcher):
     def _remote(self) -> Remote:
         return self.model.sharded
 
+    @property
+    def slot(self) -> Slot:
+        return self._remote.slot
+
     def is_dynamic(self) -> bool:
         return False
 
@@ -39,7 +46,7 @@ class SlotPatcher(ModelPatcher):
         return self.model.shard_bytes
 
     def loaded_size(self) -> int:
-        return self.model.shard_bytes if self._remote.slot.loaded else 0
+        return self.model.shard_bytes if self.slot.loaded else 0
 
     def get_ram_usage(self) -> int:
         return 0
@@ -51,10 +58,24 @@ class SlotPatcher(ModelPatcher):
         self._make_resident(device_to)
 
     def _make_resident(self, device_to: Any) -> None:
-        if not self._remote.slot.loaded:
+        if not self.slot.loaded:
+            self._make_room()
             comfy_host.return_cached_memory()  # cached blocks are invisible to the ranks
         self._remote.load()
-        self.model.device = device_to
+        self.model.device = device_to or self.load_device  # patch_model() of some custom nodes names none
+
+    def _make_room(self) -> None:
+        """Ask for what the ranks will take, for whoever calls `load` himself; ComfyUI has seen to it before it does."""
+        loaded = model_management.current_loaded_models
+        own = [one for one in loaded if isinstance(one.model, SlotPatcher) and one.model.slot is self.slot]
+        for device, nbytes in self.model.part_bytes:
+            if device != comfy_host.CPU:
+                model_management.free_memory(nbytes, device, keep_loaded=own)
+
+    def _evict(self) -> None:
+        """Give the devices back. ComfyUI asks everybody on a device: one who holds nothing there keeps the rest."""
+        if self.model_size() or comfy_host.unloading_everything():
+            self._remote.evict()
 
     def partially_load(self, device_to: Any, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
         before = self.loaded_size()
@@ -63,11 +84,11 @@ class SlotPatcher(ModelPatcher):
 
     def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
         if unpatch_weights:
-            self._remote.evict()
+            self._evict()
 
     def partially_unload(self, device_to: Any, memory_to_free: int = 0, *_more: Any, **_others: Any) -> int:
         freed = self.loaded_size()
-        self._remote.evict()
+        self._evict()
         return freed
 
     def partially_unload_ram(self, _ram_to_unload: int) -> None: ...
@@ -78,11 +99,12 @@ class PartPatcher(SlotPatcher):
 
 
 class Part(torch.nn.Module):
-    """What a PartPatcher patches: nothing but the size of the group's part there."""
+    """What a PartPatcher patches: nothing but the size of the group's part there, and of all its parts."""
 
-    def __init__(self, remote: Remote, shard_bytes: int, device: torch.device):
+    def __init__(self, remote: Remote, shard_bytes: int, part_bytes: list[tuple[torch.device, int]]):
         super().__init__()
-        self.sharded, self.shard_bytes, self.device = remote, shard_bytes, device
+        self.sharded, self.shard_bytes, self.part_bytes = remote, shard_bytes, part_bytes
+        self.device = comfy_host.CPU
 
 
 class ShardedPatcher(SlotPatcher):
@@ -122,7 +144,7 @@ class ShardedPatcher(SlotPatcher):
     def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
         ModelPatcher.unpatch_model(self, device_to=None, unpatch_weights=False)
         if unpatch_weights:
-            self._remote.evict()
+            self._evict()
             self.model.model_lowvram = False
             self.model.model_loaded_weight_memory = 0
             self.model.current_weight_patches_uuid = None
@@ -131,12 +153,12 @@ class ShardedPatcher(SlotPatcher):
 
     def add_patches(self, patches: dict[str, Any], *_more: Any, **_others: Any) -> list[str]:
         if patches:
-            raise _needs_weights(_kind_of(patches), "merge it into the model's file")
+            raise needs_weights(_kind_of(patches), "merge it into the model's file")
         return []
 
     def add_hook_patches(self, hook: Any, patches: dict[str, Any], *_more: Any, **_others: Any) -> list[str]:
         if patches:
-            raise _needs_weights(f"{_kind_of(patches)} on a conditioning", "leave the hook away")
+            raise needs_weights(f"{_kind_of(patches)} on a conditioning", "leave the hook away")
         return []
 
     def patch_hooks(self, hooks: Any) -> None:
@@ -147,21 +169,23 @@ class ShardedPatcher(SlotPatcher):
         self.current_hooks = None
 
     def add_weight_wrapper(self, name: str, function: Any) -> None:
-        raise _needs_weights("A weight wrapper", "leave the node away that sets it")
+        raise needs_weights("A weight wrapper", "leave the node away that sets it")
 
     def set_model_compute_dtype(self, dtype: Any) -> None:
-        raise _needs_weights("Another compute dtype", "set the dtype on Load Diffusion Model (Sharded)")
+        if dtype is None:  # ComfyUI's "default"
+            return
+        raise needs_weights("Another compute dtype", "set the dtype on Load Diffusion Model (Sharded)")
 
     def add_object_patch(self, name: str, obj: Any) -> None:
         if name.split(".")[0] in ("diffusion_model", "manual_cast_dtype"):
-            raise _needs_weights(f"A patch of {name}", "leave the node away that sets it")
+            raise needs_weights(f"A patch of {name}", "leave the node away that sets it")
         super().add_object_patch(name, obj)
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:
-        raise _needs_weights("Merging or extracting", "merge the files, and load the result")
+        raise needs_weights("Merging or extracting", "merge the files, and load the result")
 
     def state_dict_for_saving(self, *_more: Any, **_others: Any) -> dict[str, Any]:
-        raise _needs_weights("Saving", "copy the model's file")
+        raise needs_weights(*SAVING)
 
 
 def _kind_of(patches: dict[str, Any]) -> str:
@@ -172,7 +196,7 @@ def _kind_of(patches: dict[str, Any]) -> str:
     return "A LoRA or a merge"
 
 
-def _needs_weights(what: str, instead: str) -> Refusal:
+def needs_weights(what: str, instead: str) -> Refusal:
     return Refusal(
         f"{what} cannot be used with a sharded MODEL yet.",
         "The weights lie in parts on the ranks, and ComfyUI has none of them.",
@@ -183,14 +207,14 @@ def _needs_weights(what: str, instead: str) -> Refusal:
 def patcher_for(model: Any, remote: Remote, part_bytes: list[tuple[torch.device, int]]) -> ShardedPatcher:
     """The MODEL for a class-swapped `model`; `part_bytes` are the devices of the ranks and their bytes there."""
     here = comfy_host.main_device()
-    model.sharded = remote
+    model.sharded, model.part_bytes = remote, part_bytes
     model.shard_bytes = sum(nbytes for device, nbytes in part_bytes if device == here)
     model.parts = [
-        PartPatcher(Part(remote, nbytes, comfy_host.CPU), load_device=device, offload_device=comfy_host.CPU)
+        PartPatcher(Part(remote, nbytes, part_bytes), load_device=device, offload_device=comfy_host.CPU)
         for device, nbytes in part_bytes
         if device != here
     ]
     patcher = ShardedPatcher(model, load_device=here, offload_device=comfy_host.CPU)
-    if remote.slot.layout.spec.replica > 1:
+    if patcher.slot.layout.spec.replica > 1:
         patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, _KEY, calc_cond_batch)
     return patcher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -239,8 +240,9 @@ def refuse_patches(family: NativeFamily, options: Mapping[str, Any]) -> dict[str
 
 def _hands_back(replacement: Any) -> bool:
     """Whether it is the replacement of ComfyUI's SkipLayerGuidance nodes, which leaves a block out."""
-    module = getattr(replacement, "__module__", "") or ""
-    return module.rpartition(".")[2] == "nodes_slg" and getattr(replacement, "__name__", "") == "skip"
+    # ComfyUI names the modules of its nodes after their path, in which there may be a dot.
+    module = os.path.basename(getattr(replacement, "__module__", "") or "").rpartition(".")[2]
+    return module == "nodes_slg" and getattr(replacement, "__name__", "") == "skip"
 
 
 def _cannot(feature: str, name: str) -> Refusal:

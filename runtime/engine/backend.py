@@ -11,9 +11,10 @@ import contextlib
 import datetime
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -24,6 +25,7 @@ from ..spec import Device, Memory
 
 PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
 HOST_RESERVE = 4 << 30  # bytes of host RAM that parked weights leave alone
+HOST_CHUNK = 256 << 20  # bytes of page-locked memory taken at once
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a backstop: the host ends a stuck group long before
 
 
@@ -102,12 +104,8 @@ class Backend:
 
     def to_host(self, module: torch.nn.Module) -> None:
         """Move a module's weights to host RAM, page-locked, so that they come back at the full speed of the bus."""
-        if not self.is_cuda:
-            return
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.is_cuda:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                tensor.data = host.copy_(tensor)
+        if self.is_cuda:
+            pack([t for t in (*module.parameters(), *module.buffers()) if t.is_cuda], pin=True)
 
     def wait(self, tensor: torch.Tensor) -> None:
         """Return when `tensor` is computed: where nobody reads a result, the call would otherwise end early."""
@@ -115,9 +113,15 @@ class Backend:
             torch.cuda.current_stream(self.device).synchronize()
 
     def release_memory(self) -> None:
-        """Drop what nothing refers to any more, and give it back to the device."""
+        """Drop what nothing refers to any more, and give it back: to the device, and page-locked memory to the host."""
         gc.collect()
         self.return_cache()
+        if self.is_cuda:
+            # Public only in the newest torch; without it page-locked memory would stay with this process.
+            empty: Any = getattr(torch.accelerator, "empty_host_cache", None)
+            empty = empty or getattr(torch._C, "_host_emptyCache", None)
+            if empty is not None:
+                empty()
 
     def return_cache(self) -> None:
         """Give cached blocks back to the device, where ComfyUI measures what is free."""
@@ -149,6 +153,33 @@ class Backend:
             with contextlib.suppress(PackageNotFoundError):
                 found[name] = version(name)
         return found
+
+
+def pack(tensors: Sequence[torch.Tensor], *, pin: bool, chunk: int = HOST_CHUNK) -> None:
+    """Move the data of `tensors` into host RAM, side by side in a few chunks.
+
+    torch rounds every page-locked allocation up to a power of two (pytorch issue 150517): one for each tensor would
+    take up to twice the room that was checked.
+    """
+    chunk = min(chunk, _power_of_two(sum(tensor.nbytes for tensor in tensors)))
+    chunks: list[tuple[torch.Tensor, int]] = []  # and how much of it is in use
+    for tensor in sorted(tensors, key=lambda t: -t.nbytes):
+        place = next(
+            (n for n, (memory, used) in enumerate(chunks) if used + tensor.nbytes <= len(memory)), None
+        )
+        if place is None:
+            place = len(chunks)
+            size = max(chunk, _power_of_two(tensor.nbytes))
+            chunks.append((torch.empty(size, dtype=torch.uint8, pin_memory=pin), 0))
+        memory, used = chunks[place]
+        chunks[place] = memory, used + -(-tensor.nbytes // 64) * 64  # every dtype may begin there
+        host = memory[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = host.copy_(tensor)
+
+
+def _power_of_two(nbytes: int) -> int:
+    """The next one, from 1 on."""
+    return 1 << max(0, nbytes - 1).bit_length()
 
 
 def host_memory_available() -> int:

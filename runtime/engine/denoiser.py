@@ -19,6 +19,7 @@ from .backend import Backend
 from .checkpoints.folder import open_folder
 from .checkpoints.single_file import open_single_file
 from .checkpoints.source import Checkpoint
+from .copies import Copies
 from .mesh import build_mesh
 from .rounding import rounding_noise
 from .slots import ByteCounter, HeldSlot, IsCancelled, Report, parameter_bytes
@@ -50,6 +51,7 @@ class DenoiserSlot(HeldSlot):
         counter = ByteCounter(report, planned.bytes_to_read)
         model = load_transformer(planned, self.backend, self.dtype, on_bytes=counter.add, cancelled=cancelled)
         self.substitutions.install(model, self.model.replaced)
+        self.copies = Copies(self.parallel, mesh)
         self.context_rank = 0
         if self.parallel.ulysses > 1:
             split_sequence(model, self.parallel.ulysses, mesh, self.backend)
@@ -67,29 +69,35 @@ class DenoiserSlot(HeldSlot):
     def info(self) -> SlotInfo:
         return SlotInfo(weight_bytes=parameter_bytes(self.transformer), seconds=self.seconds)
 
-    def park(self) -> bool:
-        """Move the weights to host RAM, on all ranks or on none; whether it was done. Else the slot is of no use."""
+    def park(self) -> None:
+        """Move the weights to host RAM. Raises MemoryError where that has no room: then no rank holds them any more."""
         self.kept.clear()
-        total = parameter_bytes(self.transformer) * self.backend.world_size
-        if self.backend.any_rank(not self.backend.host_has_room(total)):
-            self._forget()
-            return False
-        self.backend.to_host(self.transformer)
+        self._all_or_none(self._check_host, "parking")  # before any of them takes room
+        self._all_or_none(self._to_host, "parking")
         self.parked = True
-        return True
+
+    def _check_host(self) -> None:
+        total = parameter_bytes(self.transformer) * self.parallel.tensor * self.parallel.stage
+        if not self.backend.host_has_room(total):
+            raise MemoryError(f"no room in host RAM for {total} bytes of weights")
+
+    def _to_host(self) -> None:
+        if not self.copies.keeps:
+            self.copies.let_go(self.transformer)
+        self.backend.to_host(self.transformer)
 
     def unpark(self) -> None:
-        """Move the weights back to the device, on all ranks or on none. Raises what the device says."""
+        """Move the weights back to the device. Raises what the device says: then no rank holds them any more."""
         start = time.monotonic()
-        problem: Exception | None = None
-        try:
-            self.transformer.to(self.backend.device)
-        except Exception as error:
-            problem = error
-        if self.backend.any_rank(problem is not None):
-            self.backend.to_host(self.transformer)
-            raise problem or RuntimeError("another rank had no room for its weights")
+        self._all_or_none(self._to_device, "loading")
+        # Not all or none: who fails in the middle of a collective must not wait for the others.
+        self.copies.hand_out(self.transformer)
         self.parked, self.seconds = False, time.monotonic() - start
+
+    def _to_device(self) -> None:
+        if not self.copies.keeps:
+            self.copies.make_room(self.transformer, self.backend.device)
+        self.transformer.to(self.backend.device)
 
     # ---- run
 
@@ -97,6 +105,15 @@ class DenoiserSlot(HeldSlot):
         self, request: Forward, tensors: Tensors, allocate: Allocate
     ) -> tuple[tuple[tuple[int, float, float], ...], dict[str, torch.Tensor]]:
         """Run the calls in which this replica has rows: when each began and ended, and its answer by its place."""
+        try:
+            return self._forward(request, tensors, allocate)
+        except Exception:
+            self.kept.clear()  # as the host does, which cannot know how far this came
+            raise
+
+    def _forward(
+        self, request: Forward, tensors: Tensors, allocate: Allocate
+    ) -> tuple[tuple[tuple[int, float, float], ...], dict[str, torch.Tensor]]:
         for number in request.drop:
             self.kept.pop(number, None)
         for number in request.keep:
@@ -155,8 +172,9 @@ class DenoiserSlot(HeldSlot):
         parts = []
         for number in ref.numbers:
             part = self.kept[number] if number in self.kept else tensors[str(number)]
-            if ref.batched and part.shape[0] == batch > 1:
-                part = part[rows[0] : rows[1]]
+            if ref.batched and batch > 1 and part.shape[0] % batch == 0:
+                each = part.shape[0] // batch  # Wan's first-last-frame models take two rows a sample
+                part = part[rows[0] * each : rows[1] * each]
             if ref.tokens and part.shape[1] > 1 and self.parallel.ulysses > 1 and not alone:
                 part = part.tensor_split(self.parallel.ulysses, dim=1)[self.context_rank]
             parts.append(part.to(self.backend.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -25,18 +26,23 @@ class HeldSlot(ABC):
     def load(self, report: Report, cancelled: IsCancelled) -> None:
         """Read this rank's share. All ranks load or none does: one that fails or is cancelled tells the others."""
         start = time.monotonic()
+        self._all_or_none(lambda: self._load(report, cancelled), "loading")
+        self.seconds = time.monotonic() - start
+
+    def _all_or_none(self, change: Callable[[], None], doing: str) -> None:
+        """Make a change on all ranks. If it fails on one, all forget the model and raise."""
         problem: Exception | None = None
         try:
-            self._load(report, cancelled)
+            change()
         except Exception as error:
             problem = error
         if self.backend.any_rank(problem is not None) and problem is None:
-            problem = Cancelled("Another rank did not finish loading.")
+            problem = Cancelled(f"Another rank did not finish {doing}.")
         if problem is not None:
             self._forget()
+            traceback.clear_frames(problem.__traceback__)  # they hold what was made so far
             self.backend.release_memory()
             raise problem
-        self.seconds = time.monotonic() - start
 
     @abstractmethod
     def _load(self, report: Report, cancelled: IsCancelled) -> None: ...

@@ -1,4 +1,4 @@
-"""`python -m tests.bench wire|overhead|dispatch|load [--json]`: one line per figure."""
+"""`python -m tests.bench wire|overhead|dispatch|load|native [--json]`: one line per figure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 
-from tests.bench import dispatch, load, overhead, wire
+from tests.bench import dispatch, load, native, overhead, wire
 
 BENCHES: dict[str, Callable[[], Iterator[dict[str, object]]]] = {
     "wire": wire.rows,
     "overhead": overhead.rows,
     "dispatch": dispatch.rows,
     "load": load.rows,
+    "native": native.rows,
 }
 
 

@@ -17,6 +17,7 @@ class Echo(nn.Module):
 
 class EchoSlot(DenoiserSlot):
     def _load(self, *_: Any) -> None:
+        torch.set_num_threads(1)  # others want the cores too, and two threads that wait for each other spin
         # An Echo has none of the modules that a call may replace, and needs none.
         self.substitutions.paths = set(self.model.replaced)
         self.context_rank = 0

@@ -3,7 +3,8 @@
 ComfyUI's own model at its published size calls a real rank, which answers with the latent it was given. Latent and
 residuals are new in every step; text, positions and guidance are new tensors with the old content, as ComfyUI makes
 them. `bytes_out` and `bytes_in` are all that crosses in such a step. `x_copy` is the time as a multiple of copying
-the new tensors and the answer once, measured in the same run, interleaved.
+the new tensors and the answer once, measured in the same run, interleaved. `cpu_ms` is what host and rank compute for
+a step, which says more than the time where other programs want the cores too.
 
 The other figures say where the time goes; they are from steps between those, which the clocks make a little longer:
 `kept_ms` to find again what the ranks have, `stage_ms` to put the rest into shared memory, `rank_ms` on the rank,
@@ -13,6 +14,7 @@ The other figures say where the time goes; they are from steps between those, wh
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import tempfile
 import time
@@ -106,12 +108,12 @@ def _row(pack: Pack, step: Step) -> dict[str, object]:
     model = _remote_model(pack, step)
     call = getattr(model.diffusion_model, model.sharded.family.method)
     meter = Meter(pack, model.sharded)
-    plain, copies, metered = [], [], []
+    plain, copies, cpu, metered = [], [], [], []
     for number in range(WARM_UP + STEPS):
         fresh = step.fresh(number)
         same = {name: tensor.clone() for name, tensor in step.same.items()}
         with meter.on() if number % 2 else contextlib.nullcontext():
-            start = time.perf_counter()
+            before, start = meter.cpu_seconds(), time.perf_counter()
             answer = call(**fresh, **same)
             seconds = time.perf_counter() - start
         assert torch.equal(answer, next(iter(fresh.values()))), "the rank answered with another latent"
@@ -121,6 +123,7 @@ def _row(pack: Pack, step: Step) -> dict[str, object]:
             metered.append(meter.figures(seconds))
         else:
             plain.append(seconds)
+            cpu.append(meter.cpu_seconds() - before)
             copies.append(_copy_seconds(fresh, answer))
     model.sharded.slot.unload()
     split = {name: statistics.median(one[name] for one in metered) for name in metered[0]}
@@ -131,6 +134,7 @@ def _row(pack: Pack, step: Step) -> dict[str, object]:
         "bytes_out": int(split.pop("bytes_out")),
         "bytes_in": int(split.pop("bytes_in")),
         "least_ms": _ms(min(plain)),
+        "cpu_ms": _ms(statistics.median(cpu)),
         "copy_ms": _ms(copy),
         "x_copy": round(total / copy, 2),
         **{name: _ms(seconds) for name, seconds in split.items()},
@@ -190,6 +194,13 @@ class Meter:
             ):
                 stack.enter_context(self._around(owner, name, note))
             yield
+
+    def cpu_seconds(self) -> float:
+        """What all threads of host and rank have computed so far."""
+        groups = self._group.GROUPS.groups()
+        ranks = [pid for group in groups for rank in group.snapshot()["ranks"] if (pid := rank["pid"])]
+        threads = [one for pid in (os.getpid(), *ranks) for one in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int((one / "schedstat").read_text().split()[0]) for one in threads) / 1e9
 
     def _around(self, owner: Any, name: str, note: Callable[[Any, Any], None] | None) -> Any:
         original = getattr(owner, name)

@@ -1,7 +1,7 @@
 """`python -m tests.browser.pictures`: photographs the shipped workflows after a real run in the real frontend.
 
-Writes workflows/<stem>.jpg, which ComfyUI shows in its template browser, and two pictures in web/docs for the help
-pages: workflow.jpg, and tensor_plan.jpg, in which a Tensor Plan was added to the first workflow.
+Writes workflows/<stem>.jpg, which ComfyUI shows in its template browser, and three pictures in web/docs for the help
+pages: workflow.jpg and stock_sampler.jpg, and tensor_plan.jpg, in which a Tensor Plan was added to the first workflow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from tools import ROOT, workflow
 from tools.base_directory import BaseDirectory
 from tools.comfy import Server
 
-STEMS = ("flux_prefer_tensor", "flux_prefer_context")
+PIPELINE = "flux_prefer_tensor"
+STEMS = (PIPELINE, "flux_prefer_context", "flux_stock_ksampler")
+IN_HELP = {PIPELINE: "workflow", "flux_stock_ksampler": "stock_sampler"}
 WIDTH = 1200
 MARGIN = 24
 # The rectangle around all nodes in pixels of the page: left, top, right, bottom.
@@ -56,6 +58,7 @@ KEEP_THE_PLAN = """() => {
         if (!kept.includes(node.type)) window.app.graph.remove(node);
     }
 }"""
+HIDE_MINIMAP = "() => window.app.extensionManager.setting.set('Comfy.Minimap.Visible', false)"
 RUN_SECONDS = 240
 
 
@@ -63,12 +66,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="comfyui-base-") as folder:
         server = Server(BaseDirectory.create(Path(folder)))
         with server, frontend(server.url) as page:
+            page.evaluate(HIDE_MINIMAP)
             for stem in STEMS:
                 picture = _photograph(page, stem)
                 picture.save(ROOT / "workflows" / f"{stem}.jpg", quality=88)
-                if stem == STEMS[0]:
-                    picture.save(ROOT / "web" / "docs" / "workflow.jpg", quality=85)
-            picture = _photograph(page, STEMS[0], before=ADD_PLAN, after=KEEP_THE_PLAN)
+                if stem in IN_HELP:
+                    picture.save(ROOT / "web" / "docs" / f"{IN_HELP[stem]}.jpg", quality=85)
+            picture = _photograph(page, PIPELINE, before=ADD_PLAN, after=KEEP_THE_PLAN)
             picture.save(ROOT / "web" / "docs" / "tensor_plan.jpg", quality=85)
 
 
@@ -79,7 +83,7 @@ def _photograph(page: Page, stem: str, before: str = "", after: str = "") -> Ima
         page.evaluate(before)
     page.evaluate("() => window.app.extensionManager.command.execute('Comfy.QueuePrompt')")
     page.wait_for_function(
-        "() => window.app.graph.nodes.some(node => node.imgs?.length && node.imgs[0].complete)",
+        "() => window.app.graph.findNodesByType('SaveImage')[0].imgs?.[0]?.complete",
         timeout=RUN_SECONDS * 1000,
     )
     if after:

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.native_checkpoints import write_checkpoints
+from tests.support.native_server import Graphs
+from tests.support.processes import wait_until
 from tools import ROOT, workflow
 from tools.base_directory import BaseDirectory
 from tools.client import ComfyClient, Workflow
@@ -56,3 +59,33 @@ def shipped_workflow() -> Callable[..., Workflow]:
         return api
 
     return load
+
+
+@pytest.fixture(scope="session")
+def native_server() -> Iterator[Server]:
+    """A ComfyUI with the tiny checkpoints of the native MODEL's tests and the nodes that make their inputs."""
+    with tempfile.TemporaryDirectory(prefix="comfyui-base-") as folder:
+        packs = {"parity": ROOT / "tests" / "support" / "native_pack"}
+        base = BaseDirectory.create(Path(folder), packs=packs, pipelines={})
+        write_checkpoints(base.path / "models")
+        arguments = ("--preview-method", "latent2rgb", "--use-pytorch-cross-attention")
+        with Server(base, arguments=arguments) as server:
+            yield server
+        assert not server.left_behind, "processes outlived the server:\n" + "\n".join(server.left_behind)
+
+
+@pytest.fixture(scope="session")
+def native_client(native_server: Server) -> Iterator[ComfyClient]:
+    with ComfyClient(native_server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def graphs(native_server: Server, native_client: ComfyClient) -> Iterator[Graphs]:
+    """What a test leaves running is cancelled."""
+    yield Graphs(native_server, native_client)
+    state = native_client.queue_state()
+    if state["queue_running"] or state["queue_pending"]:
+        native_client.clear_queue()
+        native_client.interrupt()
+        wait_until(lambda: not native_client.queue_state()["queue_running"], 60, "the server to become idle")

@@ -17,7 +17,7 @@ from tools.client import ComfyClient, Run, Workflow
 from tools.comfy import Server
 
 STEM = "flux_stock_ksampler"
-# One rank last but one: whatever has other devices than the layout before starts a group.
+# Those of two ranks first, on the group that the file as shipped has started; each other number starts one of its own.
 LAYOUTS: tuple[dict[str, int], ...] = ({"tensor": 2}, {"ulysses": 2}, {}, {"tensor": 4})
 
 

@@ -1,8 +1,8 @@
-"""`python -m tests.parity_native [--json]`: one line per (family, case, layout), and a status that says whether all pass.
+"""`python -m tests.parity_native [--json]`: one line per (family, case, layout); the status says whether all pass.
 
 Every case runs in the layouts tensor 2, ulysses 2 and replica 2, a sample of each family in two more (`--all`: every
-case there too). `--family`, `--case` and `--layout` take parts of names; `--layout native` compares ComfyUI's own
-model with itself.
+case there too). `--family` and `--case` take parts of names, `--layout` whole ones, such as tensor=2 or
+replica=2,tensor=2; the layout `native` compares ComfyUI's own model with itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,16 +21,19 @@ from tests.parity_native.cases_flux import FLUX
 from tests.parity_native.cases_qwen import QWEN_IMAGE
 from tests.parity_native.cases_wan import WAN
 from tests.parity_native.host import Host
+from tests.parity_native.verdict import as_text, passes
 
 FAMILIES = (FLUX, QWEN_IMAGE, WAN)
 LAYOUTS = ({"tensor": 2}, {"ulysses": 2}, {"replica": 2})
 MORE_LAYOUTS = ({"tensor": 3}, {"replica": 2, "tensor": 2})
+QUICK = dict(zip((family.name for family in FAMILIES), LAYOUTS, strict=True))  # each family in one layout
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--all", action="store_true", help="every case in every layout")
+    parser.add_argument("--quick", action="store_true", help="a sample: each family in a layout of its own")
     parser.add_argument("--seed", type=int, default=0, help="draws weights and inputs")
     for name in ("family", "case", "layout"):
         parser.add_argument(f"--{name}", nargs="+", default=[], metavar="PART", help="only these")
@@ -44,7 +48,7 @@ def _run(folder: Path, arguments: argparse.Namespace) -> int:
     # These import ComfyUI, which is found from here on.
     from tests.parity_native.models import NATIVE, Models
     from tests.parity_native.nodes import node_classes
-    from tests.parity_native.rows import Comparison, as_text, grouped, layout_name, passes
+    from tests.parity_native.rows import Comparison, grouped, layout_name
 
     models = Models(host, folder, arguments.seed)
     host.add(node_classes(models.load, models.config_of, host.keep))
@@ -52,11 +56,12 @@ def _run(folder: Path, arguments: argparse.Namespace) -> int:
     layouts = (NATIVE,) if "native" in arguments.layout else (*LAYOUTS, *MORE_LAYOUTS)
     count = failed = 0
     for degrees in layouts:
-        if not _chosen(layout_name(degrees), arguments.layout):
+        if arguments.layout and _plain(layout_name(degrees)) not in map(_plain, arguments.layout):
             continue
-        everything = arguments.all or degrees not in MORE_LAYOUTS
         for family in FAMILIES:
-            cases = grouped(_cases(family, arguments, everything))
+            if arguments.quick and QUICK[family.name] != degrees:
+                continue
+            cases = grouped(_cases(family, degrees, arguments))
             for row in comparison.rows(family, cases, degrees):
                 count += 1
                 failed += not passes(row)
@@ -66,18 +71,19 @@ def _run(folder: Path, arguments: argparse.Namespace) -> int:
     return 1 if failed or not count else 0
 
 
-def _cases(family: Family, arguments: argparse.Namespace, everything: bool) -> list[Case]:
+def _cases(family: Family, degrees: Mapping[str, int], arguments: argparse.Namespace) -> list[Case]:
     if not _chosen(family.name, arguments.family):
         return []
-    return [
-        case
-        for case in family.cases
-        if (case.core or everything or arguments.case) and _chosen(case.name, arguments.case)
-    ]
+    every = arguments.all or (degrees not in MORE_LAYOUTS and not arguments.quick) or arguments.case
+    return [case for case in family.cases if (case.core or every) and _chosen(case.name, arguments.case)]
 
 
 def _chosen(name: str, parts: list[str]) -> bool:
-    return not parts or any(part.lower().replace(" ", "") in name.lower().replace(" ", "") for part in parts)
+    return not parts or any(_plain(part) in _plain(name) for part in parts)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "")
 
 
 if __name__ == "__main__":

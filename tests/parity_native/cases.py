@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from tests.parity_native.graphs import Setup
 from tests.parity_native.variants import Variant
 
+EVERYWHERE = ("tensor", "ulysses", "replica")
+
 
 @dataclass(frozen=True)
 class Case:

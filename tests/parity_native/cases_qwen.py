@@ -145,12 +145,13 @@ QWEN_IMAGE = Family(
         qwen("controlnet, full-size lists", replace(BASE, both=(control(60),)), CONTROLLED),
         qwen("controlnet and reference", replace(REFERRING, both=(control(),)), REFERRING),
         # nodes
-        qwen("ModelSamplingAuraFlow", replace(BASE, model=(SHIFT,)), BASE),
+        # Before any node that replaces the MODEL's sampling: EasyCache reads what the last run left there.
         qwen(
             "EasyCache",
             replace(BASE, run=ksampler(10, cfg=2.0), model=(EASY_CACHE,)),
             replace(BASE, run=ksampler(10, cfg=2.0)),
         ),
+        qwen("ModelSamplingAuraFlow", replace(BASE, model=(SHIFT,)), BASE),
         qwen("SkipLayerGuidanceDiT", replace(BASE, model=(SKIPPING,)), BASE),
         qwen("KSamplerAdvanced 2-6 of 8", replace(EDITED, run=ksampler_advanced(8, 2, 6)), EDITED),
         qwen(
@@ -160,7 +161,7 @@ QWEN_IMAGE = Family(
         qwen("CFGGuider", replace(BASE, run=guided(cfg_guider())), ADVANCED),
         qwen("DualCFGGuider", replace(BASE, run=guided(dual_cfg_guider(text(10, seed=5)))), ADVANCED),
         # bf16: two at a time, for nothing but another picture moves a result a hundred times bf16's rounding.
-        qwen("bf16, 20 steps, cfg 2", replace(PAIR, run=ksampler(20, cfg=2.0)), None, dtype="bfloat16"),
+        qwen("bf16, 20 steps", replace(PAIR, run=ksampler(20)), None, dtype="bfloat16"),
         qwen("bf16, euler 4 steps", PAIR, None, dtype="bfloat16", core=True),
         qwen("bf16, reference", replace(PAIR, positive=REFERRING.positive), None, dtype="bfloat16"),
     ),

@@ -37,8 +37,8 @@ def node(kind: str, /, **inputs: Any) -> Node:
     return Node(kind, inputs)
 
 
-def flat(last: Node, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """A graph as the executor takes it, by ids. `seed` is added to every seed in it."""
+def flat(*last: Node, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """The graph that ends in these nodes as the executor takes it, by ids. `seed` is added to every seed in it."""
     ids: dict[Node, str] = {}
     prompt: dict[str, dict[str, Any]] = {}
 
@@ -56,7 +56,8 @@ def flat(last: Node, seed: int = 0) -> dict[str, dict[str, Any]]:
             prompt[ids[one]] = {"class_type": one.kind, "inputs": inputs}
         return ids[one]
 
-    visit(last)
+    for one in last:
+        visit(one)
     return prompt
 
 
@@ -106,9 +107,9 @@ class Setup:
     model: tuple[Step, ...] = ()
     both: tuple[Step, ...] = ()
 
-    def graph(self, source: str) -> Link:
-        """The LATENT that comes out when the MODEL comes from `source`."""
-        model: Link = node("ParityModel", source=source)
+    def graph(self, source: str | Link) -> Link:
+        """The LATENT that comes out when the MODEL comes from `source`, one of ParityModel's or a node."""
+        model = node("ParityModel", source=source) if isinstance(source, str) else source
         for one in self.model:
             model = node(one.kind, model=model, **one.inputs)
         positive, negative, latent = self.positive, self.negative, self.latent

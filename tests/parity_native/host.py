@@ -98,7 +98,7 @@ class Host:
         """Execute a graph that ends in a LATENT; its tensor. Raises GraphFailed."""
         key = uuid.uuid4().hex
         sink = node("ParityResult", samples=samples, key=key)
-        prompt = self._with_defaults(flat(sink, seed))
+        prompt = self._with_defaults(flat(sink, seed=seed))
         self._executor.execute(prompt, key, {}, [str(len(prompt) - 1)])
         if not self._executor.success:
             raise _failure(self._executor.status_messages)

@@ -35,17 +35,18 @@ class Variant:
     detection: Mapping[str, Any]
     prefix: str = ""
 
-    def write(self, folder: Path, seed: int) -> Path:
-        """The file. Its fp32 numbers are those of bf16, so that loading it in either gives the same weights."""
+    def model(self, seed: int) -> torch.nn.Module:
+        """In diffusers. Its fp32 numbers are those of bf16, so that loading it in either gives the same weights."""
         torch.manual_seed(zlib.crc32(self.name.encode()) + seed)
         model = getattr(diffusers, self.transformer)(**self.config)
         randomise(model)
+        return model.bfloat16().float()
+
+    def write(self, folder: Path, seed: int) -> Path:
+        """The model's file in `folder`."""
         path = folder / f"{self.name}.safetensors"
-        tensors = {
-            f"{self.prefix}{key}": tensor.bfloat16().float().contiguous()
-            for key, tensor in self.original(model.state_dict()).items()
-        }
-        save_file(tensors, path)
+        state = self.original(self.model(seed).state_dict())
+        save_file({f"{self.prefix}{key}": tensor.contiguous() for key, tensor in state.items()}, path)
         return path
 
 

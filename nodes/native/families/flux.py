@@ -11,7 +11,18 @@ from typing import Any
 
 import torch
 
-from .family import Arguments, Blocks, Call, NativeFamily, Sent, each, joined, kept, residuals
+from .family import (
+    Arguments,
+    Blocks,
+    Call,
+    NativeFamily,
+    Sent,
+    each,
+    joined,
+    kept,
+    refuse_argument,
+    residuals,
+)
 
 _TIME = "time_text_embed"
 _GUIDANCE = f"{_TIME}.guidance_embedder"
@@ -24,6 +35,8 @@ def _comfy_class() -> type:
 
 
 def _call(model: Any, arguments: Arguments) -> Call:
+    if arguments.get("timestep_zero_index") is not None:  # of newer releases
+        raise refuse_argument("FLUX.1", "timestep_zero_index", "The reference method 'index_timestep_zero'")
     img, txt, y = arguments["img"], arguments["txt"], arguments["y"]
     timesteps, guidance, control = arguments["timesteps"], arguments["guidance"], arguments["control"] or {}
     if y is None:

@@ -89,12 +89,10 @@ def _latents(model: Any, x: torch.Tensor, frames: torch.Tensor | None) -> tuple[
     Beside the latent's own channels stand those of a picture and its mask, behind its own frames those of a subject
     (Phantom).
     """
-    from comfy.ldm.common_dit import pad_to_patch_size
-
-    x = pad_to_patch_size(x, model.patch_size)
+    x = _filled_up(x, model.patch_size)
     shape = list(x.shape[2:])
     if frames is not None:
-        frames = pad_to_patch_size(frames, model.patch_size)
+        frames = _filled_up(frames, model.patch_size)
         shape[0] += frames.shape[2]
         sent = joined(2, each(x), kept(frames))
     elif x.shape[1] > model.out_dim:
@@ -102,6 +100,14 @@ def _latents(model: Any, x: torch.Tensor, frames: torch.Tensor | None) -> tuple[
     else:
         sent = each(x)
     return sent, tuple(size // patch for size, patch in zip(shape, model.patch_size, strict=True))
+
+
+def _filled_up(x: torch.Tensor, patch_size: tuple[int, ...]) -> torch.Tensor:
+    """`x` [B, C, T, H, W] filled up to whole patches. ComfyUI's own function copies it where nothing is missing too."""
+    from comfy.ldm.common_dit import pad_to_patch_size
+
+    is_whole = not any(size % patch for size, patch in zip(x.shape[2:], patch_size, strict=True))
+    return x if is_whole else pad_to_patch_size(x, patch_size)
 
 
 def _per_token(timestep: torch.Tensor, tokens: int) -> torch.Tensor:
