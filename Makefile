@@ -8,6 +8,7 @@ PYTHON := $(VENV)/bin/python
 # `make test SUITES=unit`, `make test SELECT=slow`, `make test ARGS="-k cancel -x"`
 SUITES ?= unit group comfy browser
 SELECT ?= not slow
+UNIT_WORKERS ?= 2
 ARGS ?=
 BENCHES ?= wire overhead dispatch load native
 # pytest gets the folders that exist.
@@ -24,8 +25,15 @@ demo: env
 serve: env
 	@$(PYTHON) -m tools.serve -- $(ARGS)
 
+# Unit tests share the cores, a file on each; what starts ranks, servers and browsers needs them all to itself.
+# (5 is pytest's word for "nothing selected", which -k in ARGS makes of one of the two.)
 test: env
-	$(PYTHON) -m pytest $(call folders,$(SUITES)) -m "$(SELECT)" $(ARGS)
+	@if [ -n "$(call folders,$(filter unit,$(SUITES)))" ]; then \
+		$(PYTHON) -m pytest $(call folders,$(filter unit,$(SUITES))) -n $(UNIT_WORKERS) --dist loadfile \
+			-m "$(SELECT)" $(ARGS) || [ $$? -eq 5 ]; fi
+	@if [ -n "$(call folders,$(filter-out unit,$(SUITES)))" ]; then \
+		$(PYTHON) -m pytest $(call folders,$(filter-out unit,$(SUITES))) -m "$(SELECT)" $(ARGS) \
+			|| [ $$? -eq 5 ]; fi
 
 # The oldest supported versions, in an environment of their own: what needs no ComfyUI server.
 OLDEST := torch==2.9.1 torchvision==0.24.1 diffusers==0.42.0 transformers==5.0.0

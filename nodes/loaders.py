@@ -9,7 +9,6 @@ from ..runtime.group import GROUPS
 from ..runtime.spec import DTYPES, ParallelConfig, ParallelSpec, Refusal
 from . import comfy_host
 from .cables import CATEGORY, ParallelConfigCable, PipelineCable, ShardedPipeline
-from .native.model import sharded_model
 
 
 class LoadPipeline(io.ComfyNode):
@@ -137,6 +136,8 @@ class LoadDiffusionModel(io.ComfyNode):
         verify_first_step: bool,
         parallel_config: ParallelConfig | None = None,
     ) -> io.NodeOutput:
+        from .native.model import sharded_model  # with all families, which ComfyUI's start does not need
+
         path = comfy_host.denoiser_path(model_name)
         if path is None:
             raise Refusal(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,7 +19,9 @@ from .folder import inspect_pipeline
 from .plan_text import read_plan_text
 from .room import Situation, held_dtype, rank_bytes
 from .spec import STRATEGIES, Device, Layout, ModelFacts, ModelSpec, ParallelConfig, ParallelSpec, Refusal
-from .transformer import TransformerFile, inspect_transformer
+
+if TYPE_CHECKING:
+    from .transformer import TransformerFile
 
 
 def check_config(config: ParallelConfig) -> None:
@@ -84,9 +87,14 @@ def check_pipeline(path: Path, config: ParallelConfig | None = None) -> ModelFac
     return inspect_pipeline(path, config.tensor_plan if config else "")
 
 
-def check_transformer(path: Path, config: ParallelConfig | None = None) -> TransformerFile:
-    """What a transformer's file or component folder holds. Raises Refusal for anything that cannot be loaded."""
-    return inspect_transformer(path, config.tensor_plan if config else "")
+def check_transformer(path: Path, config: ParallelConfig | None = None, working: str = "") -> TransformerFile:
+    """What a transformer's file or component folder holds. Raises Refusal for anything that cannot be loaded.
+
+    `working` are the families that the asker can use, for messages.
+    """
+    from .transformer import inspect_transformer  # some twenty files of families, which no start needs
+
+    return inspect_transformer(path, config.tensor_plan if config else "", working)
 
 
 def model_spec(facts: ModelFacts, dtype: str, layout: Layout) -> ModelSpec:

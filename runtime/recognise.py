@@ -53,8 +53,11 @@ def is_other_part(key: str) -> bool:
     return key.startswith(_OTHER_PARTS)
 
 
-def recognise(path: Path, shapes: Shapes) -> Recognised:
-    """What a file of these keys and shapes holds. Raises Refusal for anything but a transformer that is known."""
+def recognise(path: Path, shapes: Shapes, working: str = "") -> Recognised:
+    """What a file of these keys and shapes holds. Raises Refusal for anything but a transformer that is known.
+
+    `working` are the families that the asker can use, for the message; all of them if it is empty.
+    """
     own = {key: shape for key, shape in shapes.items() if not is_other_part(key)}
     if adapter_kind(shapes) is None:
         for prefix in PREFIXES:
@@ -62,7 +65,7 @@ def recognise(path: Path, shapes: Shapes) -> Recognised:
             for family in FAMILIES if inside else ():
                 if family.recognises(inside):
                     return Recognised(family, prefix)
-    raise _unknown(path, shapes)
+    raise _unknown(path, shapes, working)
 
 
 def config_of(path: Path, family: Family, shapes: Shapes) -> dict[str, Any]:
@@ -77,8 +80,8 @@ def config_of(path: Path, family: Family, shapes: Shapes) -> dict[str, Any]:
         ) from error
 
 
-def _unknown(path: Path, shapes: Shapes) -> Refusal:
-    known = ", ".join(dict.fromkeys(family.name for family in FAMILIES))
+def _unknown(path: Path, shapes: Shapes, working: str) -> Refusal:
+    known = working or ", ".join(dict.fromkeys(family.name for family in FAMILIES))
     name = printable(path.name)
     if what := adapter_kind(shapes) or other_kind(shapes):
         return Refusal(
@@ -89,7 +92,7 @@ def _unknown(path: Path, shapes: Shapes) -> Refusal:
     return Refusal(
         f"'{name}' is of no architecture that is known here.",
         f"It has keys such as {_some(shapes)}.",
-        f"Known are: {known}. For any other, use its diffusers folder.",
+        f"Works here: {known}.",
     )
 
 

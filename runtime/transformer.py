@@ -50,21 +50,21 @@ class TransformerFile:
     layout: Literal["original", "diffusers"]
 
 
-def inspect_transformer(path: Path, tensor_plan: str = "") -> TransformerFile:
+def inspect_transformer(path: Path, tensor_plan: str = "", working: str = "") -> TransformerFile:
     """Read and check a safetensors file, or a folder with config.json and diffusion_pytorch_model*.safetensors.
 
     What the tensor axis divides is told by a user's own plan if there is one and the names are diffusers', else by the
-    default rule. Raises Refusal.
+    default rule. Raises Refusal, which names `working` as the families that can be used (all that are known if empty).
     """
     with readable(path):
-        return _from_folder(path, tensor_plan) if path.is_dir() else _from_file(path, tensor_plan)
+        return _from_folder(path, tensor_plan) if path.is_dir() else _from_file(path, tensor_plan, working)
 
 
-def _from_file(path: Path, tensor_plan: str) -> TransformerFile:
+def _from_file(path: Path, tensor_plan: str, working: str) -> TransformerFile:
     refuse_other_formats(path)
     version = file_version(path)
     header = read_headers([path])
-    family, prefix = recognise(path, {entry.key: entry.shape for entry in header.entries})
+    family, prefix = recognise(path, {entry.key: entry.shape for entry in header.entries}, working)
     own = {entry.key: entry for entry in header.entries if not is_other_part(entry.key)}
     weights = _weights(own, header)
     _refuse_what_is_beside(path, prefix, weights)

@@ -33,7 +33,7 @@ def sharded_model(
     path: Path, config: ParallelConfig, dtype: str = "auto", *, verify: bool = False
 ) -> tuple[ShardedPatcher, Layout]:
     """A MODEL for the transformer in `path`, and the layout it has. Nothing is loaded. Raises Refusal."""
-    file = planner.check_transformer(path, config)
+    file = planner.check_transformer(path, config, working())
     family = FAMILIES.get(file.facts.transformer_class)
     if family is None:
         raise Refusal(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -181,12 +181,14 @@ class _Frame:
 
     def _flat(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Entries of dicts and lists under dotted names."""
-        if isinstance(value, Mapping | list | tuple):
+        if isinstance(value, Sent):
+            yield path, self._ref(value)
+        elif isinstance(value, Mapping | list | tuple):
             pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
             for name, one in pairs:
                 yield from self._flat(f"{path}.{name}" if path else str(name), one)
         else:
-            yield path, self._ref(value) if isinstance(value, Sent) else value
+            yield path, value
 
     def _ref(self, sent: Sent) -> TensorRef:
         numbers = tuple(self._number(tensor, stays) for tensor, stays in sent.parts)
@@ -240,9 +242,11 @@ def refuse_patches(family: NativeFamily, options: Mapping[str, Any]) -> dict[str
 
 def _hands_back(replacement: Any) -> bool:
     """Whether it is the replacement of ComfyUI's SkipLayerGuidance nodes, which leaves a block out."""
-    # ComfyUI names the modules of its nodes after their path, in which there may be a dot.
-    module = os.path.basename(getattr(replacement, "__module__", "") or "").rpartition(".")[2]
-    return module == "nodes_slg" and getattr(replacement, "__name__", "") == "skip"
+    # ComfyUI names the modules of its nodes after their path.
+    module = getattr(replacement, "__module__", "") or ""
+    return (
+        re.search(r"(^|\W)nodes_slg$", module) is not None and getattr(replacement, "__name__", "") == "skip"
+    )
 
 
 def _cannot(feature: str, name: str) -> Refusal:

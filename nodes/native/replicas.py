@@ -77,7 +77,10 @@ class Turns:
         for thread in threads:
             thread.join()
         if errors:
-            raise errors[0]
+            try:
+                raise errors[0]
+            finally:
+                errors.clear()  # its frames would hold the error, and the error them: a cycle that holds the model
         return [results[place] for place in range(len(jobs))]
 
     def _serve_all(self) -> None:

@@ -18,11 +18,11 @@ from diffusers.hooks import tensor_parallel as upstream
 
 from runtime.engine.backend import Backend
 from runtime.engine.checkpoints.folder import open_folder
-from runtime.engine.transformer import load_transformer, plan_transformer
 from runtime.engine.loading import shard_loaded
 from runtime.engine.mesh import build_mesh
 from runtime.engine.plans import apply_plan, tensor_plan
 from runtime.engine.tensor import Ranks
+from runtime.engine.transformer import load_transformer, plan_transformer
 from runtime.environment import rank_environment
 from runtime.spec import ParallelSpec
 from tests.support.load_probe import Peak

@@ -14,7 +14,6 @@ The other figures say where the time goes; they are from steps between those, wh
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import tempfile
 import time
@@ -108,37 +107,42 @@ def _row(pack: Pack, step: Step) -> dict[str, object]:
     model = _remote_model(pack, step)
     call = getattr(model.diffusion_model, model.sharded.family.method)
     meter = Meter(pack, model.sharded)
-    plain, copies, cpu, metered = [], [], [], []
+    plain: list[tuple[float, float, float]] = []
+    metered: list[dict[str, float]] = []
     for number in range(WARM_UP + STEPS):
         fresh = step.fresh(number)
-        same = {name: tensor.clone() for name, tensor in step.same.items()}
+        arguments = {**fresh, **{name: tensor.clone() for name, tensor in step.same.items()}}
         with meter.on() if number % 2 else contextlib.nullcontext():
-            before, start = meter.cpu_seconds(), time.perf_counter()
-            answer = call(**fresh, **same)
-            seconds = time.perf_counter() - start
+            answer, seconds, cpu = _measured(lambda: call(**arguments), meter)  # noqa: B023
         assert torch.equal(answer, next(iter(fresh.values()))), "the rank answered with another latent"
         if number < WARM_UP:  # these touch fresh pages, and carry what is kept
             continue
         if number % 2:
             metered.append(meter.figures(seconds))
         else:
-            plain.append(seconds)
-            cpu.append(meter.cpu_seconds() - before)
-            copies.append(_copy_seconds(fresh, answer))
+            plain.append((seconds, cpu, _copy_seconds(fresh, answer)))
     model.sharded.slot.unload()
     split = {name: statistics.median(one[name] for one in metered) for name in metered[0]}
-    total, copy = statistics.median(plain), statistics.median(copies)
+    total, cpu, copy = map(statistics.median, zip(*plain, strict=True))
     return {
         "shape": step.shape,
         "ms_per_step": _ms(total),
         "bytes_out": int(split.pop("bytes_out")),
         "bytes_in": int(split.pop("bytes_in")),
-        "least_ms": _ms(min(plain)),
-        "cpu_ms": _ms(statistics.median(cpu)),
+        "least_ms": _ms(min(seconds for seconds, _, _ in plain)),
+        "cpu_ms": _ms(cpu),
         "copy_ms": _ms(copy),
         "x_copy": round(total / copy, 2),
         **{name: _ms(seconds) for name, seconds in split.items()},
     }
+
+
+def _measured(call: Callable[[], torch.Tensor], meter: Meter) -> tuple[torch.Tensor, float, float]:
+    """The answer, the seconds until it came, and the seconds that this process and the rank computed for it."""
+    rank, own, start = meter.rank_cpu_seconds(), time.process_time(), time.perf_counter()
+    answer = call()
+    end, own_end = time.perf_counter(), time.process_time()
+    return answer, end - start, own_end - own + meter.rank_cpu_seconds() - rank
 
 
 def _ms(seconds: float) -> float:
@@ -195,12 +199,12 @@ class Meter:
                 stack.enter_context(self._around(owner, name, note))
             yield
 
-    def cpu_seconds(self) -> float:
-        """What all threads of host and rank have computed so far."""
-        groups = self._group.GROUPS.groups()
-        ranks = [pid for group in groups for rank in group.snapshot()["ranks"] if (pid := rank["pid"])]
-        threads = [one for pid in (os.getpid(), *ranks) for one in Path(f"/proc/{pid}/task").iterdir()]
-        return sum(int((one / "schedstat").read_text().split()[0]) for one in threads) / 1e9
+    def rank_cpu_seconds(self) -> float:
+        """What all threads of the rank have computed so far; 0 before it is started."""
+        snapshots = [group.snapshot() for group in self._group.GROUPS.groups()]
+        pids = [pid for one in snapshots for rank in one["ranks"] if (pid := rank["pid"])]
+        threads = [thread for pid in pids for thread in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
     def _around(self, owner: Any, name: str, note: Callable[[Any, Any], None] | None) -> Any:
         original = getattr(owner, name)

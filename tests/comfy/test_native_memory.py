@@ -13,6 +13,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from tests.support.threads import one_torch_thread
 GIB = 1 << 30
 CARD, SHARD = 24 * GIB, 15 * GIB
 WIDTH = 32  # of the text
+EXPERTS = ("high", "low")
 
 
 class MockCards:
@@ -163,16 +165,17 @@ class Desk:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     """One ComfyUI in this process and one group for the whole file."""
     place = tmp_path_factory.mktemp("memory")
-    files = {
-        name: _transformer(place / name / "transformer", seed) for seed, name in enumerate(("high", "low"))
-    }
-    host = Host(place / "comfyui")
-    groups = host.pack("runtime.group").GROUPS
-    cards = MockCards(groups)
+    files = {name: _transformer(place / name / "transformer", seed) for seed, name in enumerate(EXPERTS)}
+    level = logging.getLogger().level
     with pytest.MonkeyPatch.context() as patch, one_torch_thread():
+        patch.setattr(sys, "path", [*sys.path])  # ComfyUI puts itself in front
+        host = Host(place / "comfyui")
+        groups = host.pack("runtime.group").GROUPS
+        cards = MockCards(groups)
         cards.install(patch, host)
         yield Desk(host, cards, files)
         groups.close_all()
+    logging.getLogger().setLevel(level)
 
 
 def _transformer(folder: Path, seed: int) -> Path:
@@ -323,7 +326,7 @@ def _hidden(folder: Path) -> Iterator[None]:
 
 def test_two_experts_take_turns(desk: Desk, expected: dict[str, torch.Tensor]) -> None:
     """As Wan 2.2 samples: both are in the graph, and only one of them fits."""
-    experts = {name: desk.model(name) for name in ("high", "low")}
+    experts = {name: desk.model(name) for name in EXPERTS}
     for _ in range(2):
         for name, other in (("high", "low"), ("low", "high")):
             assert torch.equal(desk.sample(experts[name]), expected[name])

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from runtime.engine.backend import Backend
 from runtime.engine.checkpoints.folder import open_folder
-from runtime.engine.transformer import load_transformer, plan_transformer
 from runtime.engine.mesh import build_mesh
+from runtime.engine.transformer import load_transformer, plan_transformer
 from runtime.environment import rank_environment
 from runtime.spec import ParallelSpec
 from tests.parity.matrix import CASES, difference, inputs_of, outputs

@@ -88,6 +88,9 @@ class Graphs:
         """Their process ids."""
         return [rank["pid"] for group in self.groups() for rank in group["ranks"] if rank["pid"]]
 
+    def rank_states(self) -> list[str]:
+        return [rank["state"] for group in self.groups() for rank in group["ranks"]]
+
     def slots(self) -> dict[str, dict[str, Any]]:
         """What the groups hold, by the name of the model's file or folder."""
         return {

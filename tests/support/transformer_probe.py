@@ -15,9 +15,9 @@ import torch.distributed as dist
 from runtime.engine.backend import Backend
 from runtime.engine.checkpoints.folder import open_folder
 from runtime.engine.checkpoints.single_file import open_single_file
-from runtime.engine.transformer import load_transformer, plan_transformer
 from runtime.engine.loading import SliceRead
 from runtime.engine.mesh import build_mesh
+from runtime.engine.transformer import load_transformer, plan_transformer
 from runtime.environment import rank_environment
 from runtime.spec import ParallelSpec
 from tests.support.load_probe import Peak

@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from runtime.engine.backend import Backend
 from runtime.engine.checkpoints.folder import open_folder
-from runtime.engine.transformer import load_transformer, plan_transformer
 from runtime.engine.mesh import build_mesh
+from runtime.engine.transformer import load_transformer, plan_transformer
 from runtime.environment import RankEnvironment
 from runtime.spec import ParallelSpec
 from tests.parity.matrix import CASES, drawn

@@ -82,6 +82,18 @@ def test_one_changed_byte_makes_another_tensor(layout: str, place: int) -> None:
         keep(held, changed)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_compared_on_a_gpu_tells_every_byte(dtype: torch.dtype) -> None:
+    """Integers: neither a NaN nor a zero's sign counts for more or less than any other bit."""
+    plain = numbers(dtype)
+    own = kept._integers(plain.view(-1)).clone()
+    assert kept._alike(own, kept._integers(numbers(dtype).view(-1)))
+    for place in (0, -1):
+        changed = plain.clone()
+        changed.view(-1).view(torch.uint8)[place] ^= 1
+        assert not kept._alike(own, kept._integers(changed.view(-1)))
+
+
 def test_it_is_found_in_any_order_and_among_alike() -> None:
     held = KeptTensors()
     texts = [numbers() + one for one in range(4)]

@@ -1,0 +1,80 @@
+"""What the host says of slots when their ranks are gone: nothing is held, and asking starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runtime.devices import cpu_devices
+from runtime.group import GROUPS, Slot, WorkerGroup
+from runtime.spec import Layout, ModelSpec, ParallelSpec, RankError, SlotInfo
+
+DEVICES = cpu_devices(2)
+INFO = SlotInfo(weight_bytes=1, seconds=0.1)
+
+
+class MockSession(SimpleNamespace):
+    """Mock of a life of a group: which rank is dead, and no processes."""
+
+    def __init__(self) -> None:
+        super().__init__(dead=None, memory={}, pids={}, ready={0: None, 1: None})
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerGroup]:
+    """A group that says it runs, and fails the test when it is made to start or called."""
+    group = GROUPS.group(DEVICES)
+    group._session = MockSession()  # type: ignore[assignment]
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise AssertionError("the group was called")
+
+    monkeypatch.setattr(group, "call", fails)
+    yield group
+    GROUPS.close_all()
+
+
+@pytest.fixture
+def slot(group: WorkerGroup) -> Slot:
+    layout = Layout(spec=ParallelSpec(tensor=2), devices=DEVICES, reason="")
+    slot = GROUPS.slot(layout, ModelSpec(path="/models/a", pipeline_class="", dtype="float32"))
+    group.layouts[slot.name], group.slots[slot.name] = layout, INFO
+    return slot
+
+
+def test_a_slot_of_dead_ranks_is_not_loaded(group: WorkerGroup, slot: Slot) -> None:
+    """Or ComfyUI would make no room before it is loaded again."""
+    assert slot.loaded
+    assert [one["state"] for one in group.snapshot()["slots"]] == ["loaded"]
+    group._session.dead = 1  # type: ignore[union-attr]
+    assert not slot.loaded
+    assert not group.snapshot()["slots"]
+
+
+@pytest.mark.parametrize("give_back", [Slot.park, Slot.unload])
+def test_giving_back_what_dead_ranks_held_starts_no_others(
+    group: WorkerGroup, slot: Slot, give_back: Any
+) -> None:
+    group._session.dead = 0  # type: ignore[union-attr]
+    give_back(slot)
+    assert not group.slots and not group.parked
+
+
+def test_a_park_that_fails_leaves_nothing_behind(
+    group: WorkerGroup, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fails(request: Any) -> None:
+        asked.append(type(request).__name__)
+        raise RankError("Rank 1 failed")
+
+    monkeypatch.setattr(group, "call", fails)
+    slot.park()
+    assert asked == ["Park", "Unload"]
+    assert not group.slots and not group.parked
