@@ -79,9 +79,11 @@ ADD_NODE = """([type, below]) => {
     node.pos = [above.pos[0], above.pos[1] + above.size[1] + 200]
     app.graph.add(node)
 }"""
-CLOSE_SIDEBAR = """() => {
-    const tabs = app.extensionManager.sidebarTab
+# Newer frontends show a node's help on the right, in a panel whose state is a setting.
+CLOSE_SIDEBAR = """async () => {
+    const {sidebarTab: tabs, setting} = app.extensionManager, panel = 'Comfy.RightSidePanel.IsOpen'
     if (tabs.activeSidebarTabId) tabs.toggleSidebarTab(tabs.activeSidebarTabId)
+    if (setting.get(panel)) await setting.set(panel, false)
 }"""
 
 
@@ -103,9 +105,30 @@ class Editor:
         """Any dialog: templates, missing nodes, missing models, an error."""
         return self.page.get_by_role("dialog")
 
+    def open_error(self) -> Locator:
+        """What the page tells about an error: a dialog, in newer frontends a panel behind a short message."""
+        details = self.page.get_by_role("button", name="View details", exact=True)
+        expect(self.dialog.or_(details).first).to_be_visible()
+        if not details.count():
+            return self.dialog
+        details.click()
+        panel = self.page.get_by_test_id("error-group-execution")
+        expect(panel).to_be_visible()
+        reason = panel.get_by_role("button", name=re.compile("^Info for "))  # folded in for a rejected value
+        if reason.count():
+            reason.click()
+        return panel
+
+    def close_error(self) -> None:
+        if self.dialog.count():
+            self.dialog.get_by_role("button", name="Close", exact=True).click()
+        self.close_sidebar()
+        expect(self.dialog).to_have_count(0)
+
     @property
     def run_button(self) -> Locator:
-        return self.page.get_by_role("button", name="Run", exact=True)
+        # In newer frontends the menu beside it has the same name.
+        return self.page.get_by_role("button", name="Run", exact=True).first
 
     @property
     def cancel_button(self) -> Locator:

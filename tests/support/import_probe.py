@@ -34,9 +34,9 @@ async def _measure(pack: str) -> None:
     server.PromptServer(asyncio.get_running_loop())
     await nodes.init_builtin_extra_nodes()
     before = set(sys.modules)
-    start = time.perf_counter()
+    start = time.process_time()  # not the wall clock: tests run on busy machines
     assert await nodes.load_custom_node(pack), "ComfyUI could not load the pack"
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     print(json.dumps({"seconds": seconds, "modules": sorted(set(sys.modules) - before)}))
 
 
