@@ -10,11 +10,11 @@ SUITES ?= unit group comfy browser
 SELECT ?= not slow
 UNIT_WORKERS ?= 2
 ARGS ?=
-BENCHES ?= wire overhead dispatch load native
+BENCHES ?= wire overhead dispatch load native replicas
 # pytest gets the folders that exist.
 folders = $(wildcard $(addprefix tests/,$(1)))
 
-.PHONY: env demo serve test test-oldest lint format parity matrix bench browser clean distclean
+.PHONY: env demo serve test test-oldest lint format parity parity-native matrix bench browser clean distclean
 
 env:
 	@$(PYTHON3) -m tools.environment
@@ -50,6 +50,10 @@ matrix: parity
 
 browser: env
 	$(PYTHON) -m pytest $(call folders,browser) $(ARGS)
+
+# Stock MODELs against ComfyUI's own, whole sampling runs: one line each.
+parity-native: env
+	$(PYTHON) -m tests.parity_native $(ARGS)
 
 bench: env
 	@for name in $(BENCHES); do $(PYTHON) -m tests.bench $$name $(ARGS) || exit 1; done

@@ -520,8 +520,8 @@ class Slot:
             info = self._loaded_on(group, report, cancelled)
             try:
                 yield info, group
-            except RankError:
-                # The ranks may have failed before they had kept what came with the call.
+            except BaseException:
+                # What came with the call may have reached the ranks or not: the next one starts from nothing.
                 self.kept.belong_to(None)
                 raise
 
@@ -611,7 +611,9 @@ class Registry:
         with self._lock:
             for other_key in [k for k in self._groups if k != key and set(k) & set(key)]:
                 self._groups.pop(other_key).close("Its devices were needed by another layout.")
-            return self._groups.setdefault(key, WorkerGroup(devices))
+            if key not in self._groups:
+                self._groups[key] = WorkerGroup(devices)
+            return self._groups[key]
 
     def find(self, devices: tuple[Device, ...]) -> WorkerGroup | None:
         return self._groups.get(_key(devices))

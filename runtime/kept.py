@@ -39,6 +39,11 @@ class KeptTensors:
             self._held = held
             self._copies.clear()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the ranks keep nothing that is known here."""
+        return not self._copies
+
     @staticmethod
     def passing() -> int:
         """A number for a tensor that crosses once and is not kept."""

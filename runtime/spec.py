@@ -293,11 +293,14 @@ class DenoiserCall(msgspec.Struct, frozen=True, kw_only=True):
 class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Run a transformer once for each call. Tensors: by number; those in `keep` stay on the ranks until dropped.
 
+    `anew` drops all that is kept first: the host knows of none.
+
     Reply: Forwarded, from the first rank of each replica with tensors named by the call's place, its rows only.
     """
 
     slot: str
     calls: tuple[DenoiserCall, ...]
+    anew: bool = False
     keep: tuple[int, ...] = ()
     drop: tuple[int, ...] = ()
 

@@ -100,7 +100,13 @@ class Remote:
             wired = tuple(
                 frame.call(call, skipped, part) for (call, skipped), part in zip(calls, rows, strict=True)
             )
-            request = Forward(slot=self.slot.name, calls=wired, keep=tuple(frame.new), drop=frame.dropped())
+            request = Forward(
+                slot=self.slot.name,
+                calls=wired,
+                anew=frame.anew,
+                keep=tuple(frame.new),
+                drop=frame.dropped(),
+            )
             replies = group.call(request, frame.tensors, cancelled=comfy_host.interrupted)
             self.spans = {r: m.body.spans for r, m in replies.items() if isinstance(m.body, Forwarded)}
             comfy_host.raise_if_interrupted()
@@ -157,6 +163,7 @@ class _Frame:
     def __init__(self, slot: Slot, info: object):
         self._kept = slot.kept
         self._kept.belong_to(info)
+        self.anew = self._kept.is_empty
         self.tensors: dict[str, torch.Tensor] = {}
         self.new: list[int] = []
         self._used: set[int] = set()

@@ -65,16 +65,18 @@ class Turns:
             )
             for place, job in enumerate(jobs)
         ]
-        for thread in threads:
-            thread.start()
+        started = []
         try:
+            for thread in threads:
+                thread.start()
+                started.append(thread)
             self._serve_all()
         except BaseException as error:
             errors.insert(0, error)
             with self._changed:
                 self._failed = True
                 self._changed.notify_all()
-        for thread in threads:
+        for thread in started:
             thread.join()
         if errors:
             try:

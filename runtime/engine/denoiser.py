@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,8 @@ class DenoiserSlot(HeldSlot):
     def _forward(
         self, request: Forward, tensors: Tensors, allocate: Allocate
     ) -> tuple[tuple[tuple[int, float, float], ...], dict[str, torch.Tensor]]:
+        if request.anew:
+            self.kept.clear()
         for number in request.drop:
             self.kept.pop(number, None)
         for number in request.keep:
@@ -145,6 +148,7 @@ class DenoiserSlot(HeldSlot):
     ) -> torch.Tensor:
         batch = max(stop for _, stop in call.rows)
 
+        @cache  # several blocks may be given the same residual
         def tensor(ref: TensorRef) -> torch.Tensor:
             return self._assemble(ref, tensors, batch, rows, alone)
 

@@ -116,7 +116,7 @@ I2V = replace(T2V, both=(from_image(clip_vision_output=seen()),))
 I2V_UNSEEN = replace(T2V, both=(from_image(),))
 TI2V = replace(T2V, latent=first_frame(start_image=image(HEIGHT * 16, WIDTH * 16)))
 TI2V_PLAIN = replace(T2V, latent=first_frame())
-PAIR = replace(T2V, latent=empty_latent(2, 16, FRAMES, HEIGHT, WIDTH), run=ksampler())
+PAIR = replace(T2V, latent=empty_latent(2, 16, FRAMES, HEIGHT, WIDTH), run=ksampler(12))
 
 
 def t2v(name: str, setup: Setup, without: Setup | None, **more: object) -> Case:
