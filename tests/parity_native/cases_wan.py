@@ -195,7 +195,6 @@ WAN = Family(
             replace(PAIR, both=(from_image(batch=2, clip_vision_output=seen()),)),
             None,
             dtype="bfloat16",
-            core=True,
         ),
         Case(
             WAN_22_TI2V,
@@ -203,6 +202,7 @@ WAN = Family(
             replace(PAIR, latent=first_frame(2, start_image=image(HEIGHT * 16, WIDTH * 16))),
             None,
             dtype="bfloat16",
+            core=True,
         ),
     ),
 )
