@@ -22,7 +22,7 @@ class ShardedPipeline:
 
     def ensure(self, progress: comfy_host.NodeProgress) -> SlotInfo:
         """Make the pipeline resident, asking ComfyUI for room first if it is not."""
-        comfy_host.make_room(self._manager, 0 if self.slot.loaded else self.slot.model.rank_bytes)
+        self._manager.make_room(0 if self.slot.loaded else self.slot.model.rank_bytes)
         info = self.slot.ensure(progress.report, comfy_host.interrupted)
         self._manager.note_loaded(info.weight_bytes)
         return info

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,28 +223,19 @@ def fix_empty_latent(samples: torch.Tensor, channels: int) -> torch.Tensor:
 # Memory: ComfyUI stays in charge
 
 
-def make_room(slot: ManagedSlot, nbytes: int) -> None:
-    """Ask ComfyUI for what a rank will need beside `slot`, on every card of the group that ComfyUI itself uses.
-
-    `nbytes` of weights, and what ComfyUI reserves for computing.
-    """
+def make_room(needs: Sequence[tuple[torch.device, float]], is_ours: Callable[[Any], bool]) -> None:
+    """Ask ComfyUI for so many bytes on each of these devices; loaded patchers that `is_ours` says yes to stay."""
     management = comfy.model_management
-    own = [loaded for loaded in management.current_loaded_models if loaded.model is slot]
-    devices = _torch_devices(slot.slot)
-    for device in devices:
-        management.free_memory(nbytes * 1.1 + management.minimum_inference_memory(), device, keep_loaded=own)
-    if devices:
+    ours = [loaded for loaded in management.current_loaded_models if is_ours(loaded.model)]
+    for device, nbytes in needs:
+        management.free_memory(nbytes, device, keep_loaded=ours)
+    if needs:
         management.soft_empty_cache()  # cached blocks are invisible to the ranks
 
 
 def main_device() -> torch.device:
     """The device on which ComfyUI itself computes."""
     return comfy.model_management.get_torch_device()
-
-
-def return_cached_memory() -> None:
-    """Give this process's cached blocks back to the devices, where the ranks can take them."""
-    comfy.model_management.soft_empty_cache()
 
 
 def unloading_everything() -> bool:
@@ -295,6 +286,11 @@ class ManagedSlot:
         self.load_device = comfy.model_management.get_torch_device()
         self.offload_device = torch.device("cpu")
         self._size = 0
+
+    def make_room(self, nbytes: int) -> None:
+        """Ask for `nbytes` of weights, and what ComfyUI reserves for computing, on every card that it uses itself."""
+        wanted = nbytes * 1.1 + comfy.model_management.minimum_inference_memory()
+        make_room([(device, wanted) for device in _torch_devices(self.slot)], lambda one: one is self)
 
     def note_loaded(self, weight_bytes: int) -> None:
         """Enter the slot in the list; idempotent."""

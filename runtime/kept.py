@@ -93,9 +93,8 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 
 def _alike(own: bytearray | torch.Tensor, content: memoryview | torch.Tensor) -> bool:
     if isinstance(own, bytearray):
-        return (
-            own == content
-        )  # at the speed of memory, which is twice that of torch and many times a memoryview's
+        # At the speed of memory, which is twice that of torch and many times a memoryview's.
+        return own == content
     import torch
 
     return torch.equal(own, content)

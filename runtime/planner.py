@@ -135,11 +135,16 @@ def check_sequences(spec: ParallelSpec, lengths: Mapping[str, int], *, masked: b
         )
     for name, tokens in lengths.items():
         if tokens % spec.ulysses:
-            raise Refusal(
-                f"ulysses {spec.ulysses} does not divide the {tokens} {name} tokens of this run.",
-                "Every rank takes an equal part of the sequence; other lengths are not built yet.",
-                f"Works instead: tensor {spec.ulysses}, or {'another size' if name == 'picture' else 'other text'}.",
-            )
+            other = "another size" if name == "picture" else "other text"
+            raise _indivisible(spec.ulysses, name, tokens, f"tensor {spec.ulysses}, or {other}")
+
+
+def _indivisible(ulysses: int, name: str, tokens: int, instead: str) -> Refusal:
+    return Refusal(
+        f"ulysses {ulysses} does not divide the {tokens} {name} tokens of this run.",
+        "Every rank takes an equal part of the sequence; other lengths are not built yet.",
+        f"Works instead: {instead}.",
+    )
 
 
 def idle_replicas(spec: ParallelSpec, calls: int, batch: int) -> str:
@@ -168,8 +173,4 @@ def check_tokens(spec: ParallelSpec, text_tokens: int, width: int, height: int, 
             instead = (
                 f"{works[0]}x{works[1]}, or tensor {degree}" if name == "picture" else f"tensor {degree}"
             )
-            raise Refusal(
-                f"ulysses {degree} does not divide the {tokens} {name} tokens of this run.",
-                "Every rank takes an equal part of the sequence; other lengths are not built yet.",
-                f"Works instead: {instead}.",
-            )
+            raise _indivisible(degree, name, tokens, instead)

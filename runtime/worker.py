@@ -132,9 +132,8 @@ class Worker:
         except Exception as error:
             print(traceback.format_exc(), file=sys.stderr, flush=True)
             body, tensors = _failure(error), {}
-            traceback.clear_frames(
-                error.__traceback__
-            )  # they hold tensors, of which an out-of-memory wants the room
+            # They hold tensors, of which an out-of-memory wants the room.
+            traceback.clear_frames(error.__traceback__)
         del message  # its views go back to the host with this reply
         self.backend.return_cache()
         self._reply(call, body, tensors)
@@ -182,7 +181,7 @@ class Worker:
     def _load(self, request: Load, report, cancelled) -> Body:
         slot: Any = self.slots.pop(request.slot, None)
         # Asked of all: a rank that has lost it reads the file, and the others have to do so with it.
-        if self.backend.any_rank(not getattr(slot, "parked", False)):
+        if self.backend.any_rank(slot is None or not slot.parked):
             slot = None
             self.backend.release_memory()
             slot = self._new_slot(request)

@@ -5,6 +5,7 @@ Pictures are rounded to 8 bits; only latents say how far two runs are apart.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ def save_too(workflow: Workflow) -> Workflow:
 def saved(run: Run, output: Path) -> Any:
     """The latent [B, C, h, w] of a run of `save_too`'s workflow on the server whose output folder this is."""
     (file,) = run.outputs[SAVER]["latents"]
+    return read(file, output)
+
+
+def read(file: Mapping[str, str], output: Path) -> Any:
+    """The latent in a file that Save Latent has told of, in the server's output folder."""
     return load_file(output / file["subfolder"] / file["filename"])["latent_tensor"]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
@@ -60,22 +59,23 @@ class SlotPatcher(ModelPatcher):
     def _make_resident(self, device_to: Any) -> None:
         if not self.slot.loaded:
             self._make_room()
-            comfy_host.return_cached_memory()  # cached blocks are invisible to the ranks
         self._remote.load()
         self.model.device = device_to or self.load_device  # patch_model() of some custom nodes names none
 
     def _make_room(self) -> None:
         """Ask for what the ranks will take, for whoever calls `load` himself; ComfyUI has seen to it before it does."""
-        loaded = model_management.current_loaded_models
-        own = [one for one in loaded if isinstance(one.model, SlotPatcher) and one.model.slot is self.slot]
-        for device, nbytes in self.model.part_bytes:
-            if device != comfy_host.CPU:
-                model_management.free_memory(nbytes, device, keep_loaded=own)
+        needs = [(device, nbytes) for device, nbytes in self.model.part_bytes if device != comfy_host.CPU]
+        comfy_host.make_room(needs, lambda one: isinstance(one, SlotPatcher) and one.slot is self.slot)
 
     def _evict(self) -> None:
-        """Give the devices back. ComfyUI asks everybody on a device: one who holds nothing there keeps the rest."""
-        if self.model_size() or comfy_host.unloading_everything():
-            self._remote.evict()
+        """Give the devices back: for good if ComfyUI unloads everything, else so that the next use is quick.
+
+        ComfyUI asks everybody on a device: one who holds nothing there keeps the rest.
+        """
+        if comfy_host.unloading_everything():
+            self.slot.unload()
+        elif self.model_size():
+            self.slot.park()
 
     def partially_load(self, device_to: Any, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
         before = self.loaded_size()

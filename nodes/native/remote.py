@@ -54,13 +54,6 @@ class Remote:
             words = f"{self.slot.layout.spec.describe()}, {size}{each}, loaded in {info.seconds:.1f} s"
             comfy_host.say(progress.node_id, words)
 
-    def evict(self) -> None:
-        """Give the devices back: for good if ComfyUI unloads everything, else so that the next use is quick."""
-        if comfy_host.unloading_everything():
-            self.slot.unload()
-        else:
-            self.slot.park()
-
     # ---- calls
 
     def answer(self, call: Call, skipped: Mapping[str, tuple[str, ...]]) -> torch.Tensor:
@@ -89,12 +82,13 @@ class Remote:
 
     def _serve(self, calls: list[tuple[Call, Mapping[str, tuple[str, ...]]]]) -> list[torch.Tensor]:
         """One request for all calls; the answers in their order."""
-        progress = comfy_host.NodeProgress(comfy_host.executing_node())
+        # A bar only for what may have to start and load again; usually this is one step of many.
+        loading = None if self.slot.loaded else comfy_host.NodeProgress(comfy_host.executing_node()).report
         replicas = self.slot.layout.spec.replica
         rows = rows_for([_batch(call) for call, _ in calls], replicas)
         with (
             comfy_host.comfy_errors(),
-            self.slot.held(progress.report, comfy_host.interrupted) as (info, group),
+            self.slot.held(loading, comfy_host.interrupted) as (info, group),
         ):
             frame = _Frame(self.slot, info)
             wired = tuple(

@@ -39,7 +39,6 @@ class DenoiserSlot(HeldSlot):
         self.dtype: torch.dtype = getattr(torch, model.dtype)
         self.substitutions = Substitutions()
         self.kept: dict[int, torch.Tensor] = {}
-        self.parked = False
         per_replica = parallel.world_size // parallel.replica
         self.replica = backend.rank // per_replica
         self.is_first_of_replica = backend.rank % per_replica == 0

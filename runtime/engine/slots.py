@@ -19,6 +19,8 @@ IsCancelled = Callable[[], bool]
 class HeldSlot(ABC):
     """A model held by this rank under one layout."""
 
+    parked = False  # in host RAM; not every kind can be
+
     def __init__(self, model: ModelSpec, parallel: ParallelSpec, backend: Backend):
         self.model, self.parallel, self.backend = model, parallel, backend
         self.seconds = 0.0

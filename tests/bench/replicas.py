@@ -51,26 +51,20 @@ def rows() -> Iterator[dict[str, object]]:
 
 def _row(host: Any, folder: Path) -> dict[str, object]:
     layouts = {"one rank": 1, "replica 2": 2}
-    spec = host.pack("runtime.spec")
-    make = host.pack("nodes.native.model").sharded_model
-    models = {
-        name: make(
-            folder,
-            spec.ParallelConfig(strategy="manual", devices="cpu", degrees=spec.ParallelSpec(replica=n)),
-        )
-        for name, n in layouts.items()
-    }
+    from tests.parity_native.models import sharded_model
+
+    models = {name: sharded_model(host, folder, "float32", {"replica": n}) for name, n in layouts.items()}
     # On a CPU slot of its own: both would take the first, and each would close the other's group.
-    alone, layout = models["one rank"]
-    layout = msgspec.structs.replace(layout, devices=(spec.Device(kind="cpu", index=7, name="CPU"),))
-    remote = alone.model.sharded
+    remote = models["one rank"].model.sharded
+    device = host.pack("runtime.spec").Device(kind="cpu", index=7, name="CPU")
+    layout = msgspec.structs.replace(remote.slot.layout, devices=(device,))
     remote.slot = host.pack("runtime.group").GROUPS.slot(layout, remote.slot.model)
-    for patcher, _ in models.values():
+    for patcher in models.values():
         _sample(patcher, steps=1)  # the groups start and load
     seconds: dict[str, list[float]] = {name: [] for name in layouts}
     overlaps = []
     for run in range(RUNS + 1):
-        for name, (patcher, _) in models.items():
+        for name, patcher in models.items():
             began = time.monotonic()
             _sample(patcher, steps=STEPS)
             if run:

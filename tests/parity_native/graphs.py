@@ -37,6 +37,15 @@ def node(kind: str, /, **inputs: Any) -> Node:
     return Node(kind, inputs)
 
 
+def defaults(declared: Mapping[str, Any]) -> dict[str, Any]:
+    """What a node's widgets say that a graph leaves alone, as in the browser; releases add some."""
+    return {
+        name: one[1]["default"]
+        for name, one in declared.items()
+        if len(one) > 1 and isinstance(one[1], dict) and "default" in one[1]
+    }
+
+
 def flat(*last: Node, seed: int = 0) -> dict[str, dict[str, Any]]:
     """The graph that ends in these nodes as the executor takes it, by ids. `seed` is added to every seed in it."""
     ids: dict[Node, str] = {}

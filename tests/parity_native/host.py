@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from tests.parity_native.graphs import Link, flat, node
+from tests.parity_native.graphs import Link, defaults, flat, node
 from tools import comfy_source
 from tools.base_directory import BaseDirectory
 
@@ -108,13 +108,9 @@ class Host:
         self.results[key] = samples
 
     def _with_defaults(self, prompt: Prompt) -> Prompt:
-        """Widgets that a graph leaves alone have their defaults, as in the browser; releases add some."""
         for one in prompt.values():
-            known = self._nodes.NODE_CLASS_MAPPINGS[one["class_type"]].INPUT_TYPES().get("required", {})
-            for name, declared in known.items():
-                options = declared[1] if len(declared) > 1 else {}
-                if name not in one["inputs"] and "default" in options:
-                    one["inputs"][name] = options["default"]
+            declared = self._nodes.NODE_CLASS_MAPPINGS[one["class_type"]].INPUT_TYPES().get("required", {})
+            one["inputs"] = {**defaults(declared), **one["inputs"]}
         return prompt
 
 

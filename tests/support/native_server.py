@@ -7,10 +7,9 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Any
 
-from safetensors.numpy import load_file
-
-from tests.parity_native.graphs import Link, Node, Setup, flat, node
+from tests.parity_native.graphs import Link, Node, Setup, defaults, flat, node
 from tests.support.workflows import DEGREES
+from tools import latents
 from tools.client import ComfyClient, Run, Workflow
 from tools.comfy import Server
 
@@ -75,11 +74,8 @@ class Graphs:
     def wait(self, prompt_id: str, timeout: float = 120.0) -> Done:
         run = self.client.wait(prompt_id, timeout)
         saved = [output["latents"] for output in run.outputs.values() if "latents" in output]
-        files = sorted(
-            (self.server.base.output / one["subfolder"] / one["filename"] for (one,) in saved),
-            key=lambda file: int(file.name.partition("_")[0]),
-        )
-        return Done(run, [load_file(file)["latent_tensor"] for file in files])
+        files = sorted((one for (one,) in saved), key=lambda one: int(one["filename"].partition("_")[0]))
+        return Done(run, [latents.read(one, self.server.base.output) for one in files])
 
     def groups(self) -> list[dict[str, Any]]:
         return list(json.loads(self.client.get("/sharded/state"))["groups"])
@@ -108,14 +104,9 @@ class Graphs:
         return [text for text in self.said(since) if "loaded in" in text]
 
     def _complete(self, kind: str, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Widgets that a graph leaves alone have their defaults, as in the browser; lists are told apart from links."""
+        """The inputs with the defaults of all others; lists are told apart from links."""
         declared = self.client.object_info(kind).get("input", {}).get("required", {})
-        defaults = {
-            name: one[1]["default"]
-            for name, one in declared.items()
-            if len(one) > 1 and isinstance(one[1], dict) and "default" in one[1]
-        }
-        return {name: _plain(value) for name, value in {**defaults, **inputs}.items()}
+        return {name: _plain(value) for name, value in {**defaults(declared), **inputs}.items()}
 
 
 def _plain(value: Any) -> Any:
