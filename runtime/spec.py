@@ -113,6 +113,11 @@ class ParallelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.tensor_shares or (1,) * self.tensor
 
     @property
+    def context(self) -> int:
+        """Over how many ranks the sequence is divided."""
+        return self.ring * self.ulysses
+
+    @property
     def world_size(self) -> int:
         return math.prod(self.degrees().values())
 

@@ -155,6 +155,41 @@ class Backend:
         return found
 
 
+def attention_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's attention and the log-sum-exp of its rows: [B, H, S, D] and [B, H, S], which its public function keeps.
+
+    The operators below are those that `scaled_dot_product_attention` itself chooses from. `mask` is additive.
+    """
+    ops = torch.ops.aten
+    if mask is not None:
+        mask = mask.to(query.dtype)
+    if query.device.type == "cpu":
+        out, lse = ops._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=mask, scale=scale
+        )
+        return out, lse
+    width = query.shape[-1]
+    if mask is None and query.dtype != torch.float32 and width <= 256 and width % 8 == 0:
+        out, lse, *_ = ops._scaled_dot_product_flash_attention(query, key, value, scale=scale)
+        return out, lse
+    if mask is not None:
+        # The kernel wants the whole shape, and rows that begin at multiples of 16 bytes.
+        keys = key.shape[2]
+        padded = -(-keys // 8) * 8
+        mask = torch.nn.functional.pad(mask, (0, padded - keys))[..., :keys]
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], keys)
+    out, lse, *_ = ops._scaled_dot_product_efficient_attention(
+        query, key, value, mask, compute_log_sumexp=True, scale=scale
+    )
+    return out, lse[..., : query.shape[2]]  # the kernel pads its rows
+
+
 def pack(tensors: Sequence[torch.Tensor], *, pin: bool, chunk: int = HOST_CHUNK) -> None:
     """Move the data of `tensors` into host RAM, side by side in a few chunks.
 

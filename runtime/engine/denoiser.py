@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ..spec import DenoiserCall, Forward, ModelSpec, ParallelSpec, SlotInfo, TensorRef, Verify
-from .attention import split_sequence
 from .backend import Backend
 from .checkpoints.folder import open_folder
 from .checkpoints.single_file import open_single_file
 from .checkpoints.source import Checkpoint
+from .context import divide_sequence
 from .copies import Copies
 from .mesh import build_mesh
 from .rounding import rounding_noise
@@ -52,10 +52,7 @@ class DenoiserSlot(HeldSlot):
         model = load_transformer(planned, self.backend, self.dtype, on_bytes=counter.add, cancelled=cancelled)
         self.substitutions.install(model, self.model.replaced)
         self.copies = Copies(self.parallel, mesh)
-        self.context_rank = 0
-        if self.parallel.ulysses > 1:
-            split_sequence(model, self.parallel.ulysses, mesh, self.backend)
-            self.context_rank = mesh["ulysses"].get_local_rank()
+        self.context_rank = divide_sequence(model, mesh).rank if self.parallel.context > 1 else 0
         self.transformer: Any = model
 
     def _open(self) -> Checkpoint:
@@ -178,8 +175,8 @@ class DenoiserSlot(HeldSlot):
             if ref.batched and batch > 1 and part.shape[0] % batch == 0:
                 each = part.shape[0] // batch  # Wan's first-last-frame models take two rows a sample
                 part = part[rows[0] * each : rows[1] * each]
-            if ref.tokens and part.shape[1] > 1 and self.parallel.ulysses > 1 and not alone:
-                part = part.tensor_split(self.parallel.ulysses, dim=1)[self.context_rank]
+            if ref.tokens and self.parallel.context > 1 and not alone:
+                part = part.tensor_split(self.parallel.context, dim=1)[self.context_rank]
             parts.append(part.to(self.backend.device))
         return torch.cat(parts, dim=ref.dim) if len(parts) > 1 else parts[0]
 

@@ -19,9 +19,9 @@ import transformers
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from ..spec import Cancelled, ModelSpec, ParallelSpec, Progress, Sample, SlotInfo
-from .attention import split_sequence
 from .backend import Backend
 from .checkpoints.folder import open_folder
+from .context import divide_sequence
 from .loading import SliceRead
 from .mesh import build_mesh
 from .slots import ByteCounter, HeldSlot, IsCancelled, Report, parameter_bytes
@@ -64,8 +64,8 @@ class PipelineSlot(HeldSlot):
             cancelled=cancelled,
             on_slice=self.slices.append,
         )
-        if self.parallel.ulysses > 1:
-            split_sequence(model, self.parallel.ulysses, mesh, self.backend)
+        if self.parallel.context > 1:
+            divide_sequence(model, mesh)
         self.transformer: Any = model
         self._assemble(counter, cancelled)
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from runtime.spec import ParallelSpec
 from runtime.verified import TENSOR_CLASSES
 from tests.parity import matrix
 
 SEED = 7
 # Three ranks that no head count drawn divides in most cases, and two cards of which one is twice the other.
-LAYOUTS = ((1, 1, 1), (2, 1))
+LAYOUTS = (ParallelSpec(tensor=3), ParallelSpec(tensor=2, tensor_shares=(2, 1)))
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +22,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict
 
 
 @pytest.mark.parametrize("name", matrix.SELECTION)
-@pytest.mark.parametrize("shares", LAYOUTS, ids=matrix.layout_name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=matrix.layout_name)
 def test_one_forward_is_that_of_one_process(
-    rows: dict[tuple[str, str], dict[str, Any]], name: str, shares: tuple[int, ...]
+    rows: dict[tuple[str, str], dict[str, Any]], name: str, layout: ParallelSpec
 ) -> None:
-    row = rows[name, matrix.layout_name(shares)]
+    row = rows[name, matrix.layout_name(layout)]
     assert matrix.passes(row), row
 
 

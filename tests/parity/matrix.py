@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import diffusers.models.transformers
+import msgspec
 import torch
 from safetensors.torch import save_file
 
 from runtime.engine.plans import tensor_plan
+from runtime.spec import ParallelSpec
 from tests.parity.model_case import Draw, ModelCase
 from tests.parity.model_cases_image import IMAGE_CASES
 from tests.parity.model_cases_video import VIDEO_CASES
@@ -26,8 +28,18 @@ from tests.support.torchrun import torchrun
 CASES = {case.name: case for case in (*IMAGE_CASES, *VIDEO_CASES)}
 TOLERANCE = 5e-6  # one forward in fp32
 NOTICEABLE = 100  # a wrong split must move the result by so many tolerances
-# A layout is the shares of the tensor axis: 2, 3 and 4 equal ranks, and two cards of which one is twice the other.
-LAYOUTS: tuple[tuple[int, ...], ...] = ((1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 1))
+# Of the tensor axis 2, 3 and 4 equal ranks, and two cards of which one is twice the other.
+LAYOUTS = (
+    *(ParallelSpec(tensor=degree) for degree in (2, 3, 4)),
+    ParallelSpec(tensor=2, tensor_shares=(2, 1)),
+)
+CONTEXT_LAYOUTS = (
+    *(ParallelSpec(ulysses=degree) for degree in (2, 4)),
+    *(ParallelSpec(ring=degree) for degree in (2, 4)),
+    ParallelSpec(ulysses=2, ring=2),
+    ParallelSpec(tensor=2, ulysses=2),
+    ParallelSpec(tensor=2, ring=2),
+)
 # What each rule of the planner needs once; the whole matrix is `make matrix`.
 SELECTION = (
     *("FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel"),
@@ -48,9 +60,11 @@ def as_text(row: Mapping[str, Any]) -> str:
     return "{family:42} {layout:24} max_rel {max_rel:.1e} (a wrong split: {wrong_split:.1e})".format(**row)
 
 
-def layout_name(shares: Sequence[int]) -> str:
-    equal = len(set(shares)) == 1
-    return f"tensor={len(shares)}" + ("" if equal else f", shares={':'.join(map(str, shares))}")
+def layout_name(layout: ParallelSpec) -> str:
+    axes = [f"{axis}={degree}" for axis, degree in reversed(layout.degrees().items()) if degree > 1]
+    return ", ".join(axes) + (
+        f", shares={':'.join(map(str, layout.tensor_shares))}" if layout.tensor_shares else ""
+    )
 
 
 def drawn(case: ModelCase, seed: int) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -100,17 +114,17 @@ def write(case: ModelCase, seed: int, directory: Path) -> float:
 
 
 def rows(
-    directory: Path, names: Sequence[str], seed: int, layouts: Sequence[Sequence[int]] = LAYOUTS
+    directory: Path, names: Sequence[str], seed: int, layouts: Sequence[ParallelSpec] = LAYOUTS
 ) -> Iterator[dict[str, Any]]:
     """A row per (class, layout)."""
     wrong_split = {name: write(CASES[name], seed, directory) for name in names}
-    for shares in layouts:
-        arguments = (str(directory), str(seed), ",".join(map(str, shares)), *names)
-        for row in torchrun(directory, len(shares), "tests.parity.rank", *arguments):
+    for layout in layouts:
+        arguments = (str(directory), str(seed), msgspec.json.encode(layout).decode(), *names)
+        for row in torchrun(directory, layout.world_size, "tests.parity.rank", *arguments):
             yield {
                 "family": row["family"],
-                "layout": layout_name(shares),
-                "ranks": len(shares),
+                "layout": layout_name(layout),
+                "ranks": layout.world_size,
                 "dtype": "float32",
                 "max_abs": row.get("max_abs"),
                 "max_rel": row.get("max_rel"),

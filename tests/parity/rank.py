@@ -1,6 +1,6 @@
 """One rank of the matrix: loads every model folder sharded, runs one forward, compares. Run by torchrun.
 
-Arguments: directory, seed, shares of the tensor axis, class names. The first rank emits a row per class.
+Arguments: directory, seed, the layout as JSON, class names. The first rank emits a row per class.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 from runtime.engine.backend import Backend
 from runtime.engine.checkpoints.folder import open_folder
+from runtime.engine.context import divide_sequence
 from runtime.engine.mesh import build_mesh
 from runtime.engine.transformer import load_transformer, plan_transformer
 from runtime.environment import rank_environment
@@ -27,7 +29,7 @@ from tests.support.torchrun import emit
 
 def main() -> None:
     directory, seed = Path(sys.argv[1]), int(sys.argv[2])
-    shares = tuple(int(share) for share in sys.argv[3].split(","))
+    parallel = msgspec.json.decode(sys.argv[3], type=ParallelSpec)
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     place = rank_environment()
@@ -35,7 +37,7 @@ def main() -> None:
     backend = Backend(torch.device("cpu"), place)
     for name in sys.argv[4:]:
         try:
-            found = _compare(directory, name, seed, shares, backend)
+            found = _compare(directory, name, seed, parallel, backend)
         except Exception as error:
             print(traceback.format_exc(), file=sys.stderr, flush=True)
             found = {"error": f"{type(error).__name__}: {error}"[:300]}
@@ -45,15 +47,16 @@ def main() -> None:
 
 
 def _compare(
-    directory: Path, name: str, seed: int, shares: tuple[int, ...], backend: Backend
+    directory: Path, name: str, seed: int, parallel: ParallelSpec, backend: Backend
 ) -> dict[str, Any]:
-    parallel = ParallelSpec(tensor=len(shares), tensor_shares=shares)
     mesh = build_mesh(parallel, "cpu")
     start = backend.memory().host or 0
     planned = plan_transformer(open_folder(directory / name), parallel, mesh)
     model: Any = load_transformer(
         planned, backend, torch.float32, on_bytes=lambda _: None, cancelled=lambda: False
     )
+    if parallel.context > 1:
+        divide_sequence(model, mesh)
     grown = (backend.memory().host or 0) - start
     ours = outputs(CASES[name].run(model, inputs_of(CASES[name], seed, model.config)))
     expected = load_file(directory / name / "expected.st")

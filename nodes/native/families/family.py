@@ -140,4 +140,4 @@ def _filled_up(residual: torch.Tensor, tokens: int) -> Sent:
     missing = tokens - residual.shape[1]
     if missing > 0:
         residual = torch.nn.functional.pad(residual, (0, 0, 0, missing))
-    return each(residual, tokens=True)
+    return each(residual)

@@ -1,0 +1,208 @@
+"""The context axes in a model: its sequences are cut on the way into its blocks and joined on the way out.
+
+What runs between is token by token (Linears, norms, rotary tables), except attention, which `attention.py` does over
+all ranks. Where a model is cut, and which of its attentions see cut sequences, is its context plan
+(`context_plans.py`); everything outside runs on whole sequences, so that a model builds its masks as it always does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..spec import Refusal
+from .attention import ContextAxes, Kernel, Tokens, cut_lengths, join_parts, native_kernel
+from .context_plans import Attends, ContextPlan, Cut, context_plan
+from .dispatch import Participant, take_part
+
+
+class Sequences:
+    """The sequences of the running forward: their whole lengths by name, and how they lie on the ranks."""
+
+    def __init__(self, axes: ContextAxes, kernel: Kernel = native_kernel):
+        self.axes, self.kernel = axes, kernel
+        self.lengths: dict[str, int] = {}
+        self.key_masks: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        self.lengths.clear()
+        self.key_masks.clear()
+        self._joint_masks: dict[tuple[str, ...], torch.Tensor] = {}
+
+    def mask_keys(self, name: str, mask: torch.Tensor) -> None:
+        """From here on the tokens of `name` that `mask` [B, tokens] marks False are attended to by nobody."""
+        if self.key_masks.get(name) is not mask:
+            self.key_masks[name] = mask
+            self._joint_masks.clear()
+
+    def key_mask(self, names: tuple[str, ...]) -> torch.Tensor | None:
+        """The mask [B, 1, 1, tokens] of these sequences, joined in this order; None if none of them has one."""
+        if not any(name in self.key_masks for name in names):
+            return None
+        if names not in self._joint_masks:
+            one = next(self.key_masks[name] for name in names if name in self.key_masks)
+            parts = [
+                self.key_masks.get(name, one.new_ones(len(one), self.lengths[name], dtype=torch.bool))
+                for name in names
+            ]
+            self._joint_masks[names] = torch.cat([part.bool() for part in parts], dim=1)[:, None, None]
+        return self._joint_masks[names]
+
+    def tokens(self, names: tuple[str, ...]) -> Tokens:
+        return Tokens(tuple(cut_lengths(self.lengths[name], self.axes) for name in names))
+
+    def cut(self, value: Any, cut: Cut) -> Any:
+        """This rank's part of a tensor, or of every tensor in a list or tuple; anything else as it is."""
+        if isinstance(value, list | tuple):
+            return type(value)(self.cut(one, cut) for one in value)
+        if not isinstance(value, torch.Tensor) or (cut.ndim and value.ndim != cut.ndim):
+            return value
+        size = value.shape[cut.dim]
+        if cut.spreads and size == 1:
+            return value
+        known = self.lengths.setdefault(cut.of, size)
+        if size != known:
+            raise ValueError(f"the sequence '{cut.of}' has {known} tokens and {size}")
+        lengths = cut_lengths(size, self.axes)
+        # Contiguous: what follows may view it, as it could the whole.
+        return value.narrow(cut.dim, sum(lengths[: self.axes.rank]), lengths[self.axes.rank]).contiguous()
+
+    def join(self, value: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """The whole of a tensor that was computed from this rank's part of a sequence."""
+        lengths = cut_lengths(self.lengths[cut.of], self.axes)
+        if value.shape[cut.dim] != lengths[self.axes.rank]:
+            raise ValueError(
+                f"{value.shape[cut.dim]} tokens of '{cut.of}' to join instead of {lengths[self.axes.rank]}"
+            )
+        return join_parts(value, cut.dim, lengths, self.axes)
+
+
+def divide_sequence(model: nn.Module, mesh: DeviceMesh, kernel: Kernel = native_kernel) -> ContextAxes:
+    """Make `model` compute over the ring and ulysses axes of `mesh`, by the plan of its class.
+
+    Call it after the tensor axis and the substitutions are in place. Raises Refusal for a class without a plan, and
+    for an attention that the plan does not know: it would attend to this rank's tokens only.
+    """
+    plan = context_plan(model)
+    sequences = Sequences(ContextAxes.of_mesh(mesh), kernel)
+    model.register_forward_pre_hook(lambda *_: sequences.begin())
+    for pattern, cuts in plan.inputs.items():
+        for _, module in _matching(model, pattern):
+            _cut_inputs(module, cuts, sequences)
+    for pattern, names in plan.key_masks.items():
+        for _, module in _matching(model, pattern):
+            _take_key_masks(module, names, sequences)
+    for pattern, cuts in plan.outputs.items():
+        for _, module in _matching(model, pattern):
+            _cut_outputs(module, cuts, sequences)
+    for pattern, cuts in plan.joins.items():
+        for _, module in _matching(model, pattern):
+            _join_outputs(module, cuts, sequences)
+    _lead_attention(model, plan, sequences)
+    return sequences.axes
+
+
+def _matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose path fits: * is one number; a pattern that begins with ** fits any beginning.
+
+    "blocks.-1" is the last one of a list. What a config does not have is no error.
+    """
+    owner, last, rest = pattern.partition(".-1")
+    if last:
+        pattern = f"{owner}.{len(model.get_submodule(owner)) - 1}{rest}"  # type: ignore[arg-type]
+    for path, module in model.named_modules():
+        if fits(pattern, path):
+            yield path, module
+
+
+def fits(pattern: str, path: str) -> bool:
+    inside = re.escape(pattern).replace(r"\*\*\.", r"(?:.+\.)?").replace(r"\*", r"\d+")
+    return re.fullmatch(inside, path) is not None
+
+
+# ---- cut and join
+
+
+def _cut_inputs(module: nn.Module, cuts: Mapping[str, Cut], sequences: Sequences) -> None:
+    _change_inputs(module, {name: _bound(sequences.cut, cut) for name, cut in cuts.items()})
+
+
+def _take_key_masks(module: nn.Module, names: Mapping[str, str], sequences: Sequences) -> None:
+    def taken(of: str) -> Any:
+        def take(mask: torch.Tensor | None) -> None:
+            if mask is not None:
+                sequences.mask_keys(of, mask)
+
+        return take
+
+    _change_inputs(module, {name: taken(of) for name, of in names.items()})
+
+
+def _change_inputs(module: nn.Module, changes: Mapping[str, Any]) -> None:
+    """Pass the arguments that `changes` names through their functions, in that order."""
+    # Of the class: a substitution may have replaced the instance's forward by one that takes anything.
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        changed, named = list(args), dict(kwargs)
+        for name, change in changes.items():
+            if name in named:
+                named[name] = change(named[name])
+            elif name in names[: len(args)]:
+                place = names.index(name)
+                changed[place] = change(changed[place])
+        return tuple(changed), named
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _cut_outputs(module: nn.Module, cuts: Mapping[int, Cut], sequences: Sequences) -> None:
+    _change_outputs(module, {place: _bound(sequences.cut, cut) for place, cut in cuts.items()})
+
+
+def _join_outputs(module: nn.Module, cuts: Mapping[int, Cut], sequences: Sequences) -> None:
+    _change_outputs(module, {place: _bound(sequences.join, cut) for place, cut in cuts.items()})
+
+
+def _bound(change: Any, cut: Cut) -> Any:
+    return lambda value: change(value, cut)
+
+
+def _change_outputs(module: nn.Module, changes: Mapping[int, Any]) -> None:
+    def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        if not isinstance(output, list | tuple):
+            return changes[0](output)
+        return type(output)(
+            changes[place](value) if place in changes else value for place, value in enumerate(output)
+        )
+
+    module.register_forward_hook(hook)
+
+
+# ---- attention
+
+
+def _lead_attention(model: nn.Module, plan: ContextPlan, sequences: Sequences) -> None:
+    """Lead every attention that the plan names to `attention.py`; those in `plan.whole` stay as they are."""
+    for path, module in model.named_modules():
+        if not hasattr(module, "processor"):
+            continue
+        attends = _named(plan, path)
+        if attends is not None:
+            take_part(module, Participant(sequences, attends))
+        elif not any(fits(pattern, path) for pattern in plan.whole):
+            raise Refusal(
+                f"{type(model).__name__} cannot run with its sequence divided.",
+                f"Its attention '{path}' is not in the context plan and would see this rank's tokens only.",
+                "Works instead: tensor.",
+            )
+
+
+def _named(plan: ContextPlan, path: str) -> Attends | None:
+    return next((attends for pattern, attends in plan.attentions.items() if fits(pattern, path)), None)
