@@ -400,7 +400,7 @@ def cut_lengths(tokens: int, axes: ContextAxes) -> tuple[int, ...]:
 
 
 def join_parts(part: torch.Tensor, dim: int, lengths: Sequence[int], axes: ContextAxes) -> torch.Tensor:
-    """The whole of a tensor of which every rank has a part along `dim`: within the ulysses group, then round the ring."""
+    """The whole of a tensor of which every rank has a part along `dim`: within the ulysses group, then the ring."""
     first = axes.ring_rank * axes.ulysses
     part = _gather(part, dim, lengths[first : first + axes.ulysses], axes.ulysses_group)
     bounds = range(0, axes.size + 1, axes.ulysses)
