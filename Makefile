@@ -10,7 +10,7 @@ SUITES ?= unit group comfy browser
 SELECT ?= not slow
 UNIT_WORKERS ?= 2
 ARGS ?=
-BENCHES ?= wire overhead dispatch load native replicas
+BENCHES ?= wire overhead dispatch load native replicas layouts
 # pytest gets the folders that exist.
 folders = $(wildcard $(addprefix tests/,$(1)))
 
@@ -44,7 +44,7 @@ test-oldest:
 parity: env
 	$(PYTHON) -m tests.parity $(ARGS)
 
-# The same, and one forward of every transformer class the tensor axis is open to, whole.
+# The same, and one forward of every transformer class under the axes that it is open to, whole.
 matrix: parity
 	$(PYTHON) -m tests.parity --all $(ARGS)
 

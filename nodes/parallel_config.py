@@ -11,8 +11,9 @@ from .cables import CATEGORY, ParallelConfigCable
 
 _AXIS_TOOLTIPS = {
     "tensor": "manual only: over how many devices each weight matrix is divided. Saves weight memory.",
-    "ulysses": "manual only: over how many devices the sequence is divided; attention swaps heads. Faster steps.",
-    "ring": "manual only: ring attention. Not built yet: leave at 1.",
+    "ulysses": "manual only: over how many devices the sequence is divided, and the heads in attention. Faster steps.",
+    "ring": "manual only: divides the sequence too, keys and values go round. For more devices than heads, or long "
+    "sequences over slow links. With ulysses: over ring x ulysses devices.",
     "stage": "manual only: consecutive layers per device. Not built yet: leave at 1.",
     "replica": "manual only: copies of the model that share the calls of a step: CFG's two, or a batch.",
 }
@@ -70,7 +71,8 @@ class ParallelConfigNode(io.ComfyNode):
                     "attention",
                     options=list(ATTENTION_BACKENDS),
                     default="auto",
-                    tooltip="Attention kernels. auto and native are PyTorch's own; the others are not built yet.",
+                    tooltip="Attention kernels. auto and native are PyTorch's own choice, cudnn is one of its kernels. "
+                    "flash and sage need their package and take no masks; sage computes in 8 bits.",
                 ),
             ],
             outputs=[ParallelConfigCable.Output("PARALLEL_CONFIG", display_name="parallel_config")],

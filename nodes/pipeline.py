@@ -154,8 +154,8 @@ class SamplePipeline(io.ComfyNode):
                     "Works here: denoise 1, or a latent on latent_image.",
                 )
             planner.check_size(width, height, info.size_multiple)
-            tokens = tensors["prompt_embeds"].shape[1]
-            planner.check_tokens(pipeline.slot.layout.spec, tokens, width, height, info.size_multiple)
+            tokens = (width // info.size_multiple) * (height // info.size_multiple)
+            planner.check_sequences(pipeline.slot.layout.spec, {"picture": tokens})
             request = Sample(
                 slot=pipeline.slot.name,
                 seed=seed,

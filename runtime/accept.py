@@ -11,11 +11,10 @@ from collections.abc import Iterator
 import msgspec
 
 from .room import Situation, held_dtype, largest, place, rank_bytes, too_small, usable
-from .spec import AXES, Layout, ParallelSpec, Refusal
+from .spec import AXES, Layout, ParallelSpec, Refusal, divide
 from .verified import CONTEXT_CLASSES, TENSOR_CLASSES
 
 _NOT_BUILT = {
-    "ring": "ring attention (ring) is not built yet; ulysses also splits the sequence",
     "stage": "consecutive layers per rank (stage) is not built yet; tensor also divides the weights",
 }
 _MOST_RANKS = 64  # of any suggestion: as many as the Parallel Config can ask for
@@ -37,12 +36,6 @@ def check_degrees(spec: ParallelSpec) -> None:
                 f"It would be ignored otherwise: {missing}.",
                 f"Works here: {axis} 1;{other}.",
             )
-    if spec.tensor > 1 and spec.ulysses > 1:
-        raise Refusal(
-            f"tensor {spec.tensor} together with ulysses {spec.ulysses} is not built yet.",
-            "Both axes on one mesh have not been verified against one process so far.",
-            f"Works here: tensor {spec.world_size} with ulysses 1.",
-        )
     if spec.tensor_shares and (len(spec.tensor_shares) != spec.tensor or min(spec.tensor_shares) < 1):
         raise Refusal(
             f"tensor {spec.tensor} cannot be divided in shares of {', '.join(map(str, spec.tensor_shares))}.",
@@ -62,14 +55,22 @@ def accept(situation: Situation, spec: ParallelSpec, reason: str) -> Layout:
 
 
 def has_plan(situation: Situation, axis: str) -> bool:
-    """Whether the model was verified on this axis. A user's own plan changes what is divided, not what is verified."""
+    """Whether the model was verified on this axis. A user's own plan changes what is divided, not what is verified.
+
+    The context axes, ring and ulysses, go together: they share one plan and one attention.
+    """
     classes = TENSOR_CLASSES if axis == "tensor" else CONTEXT_CLASSES
     return situation.facts.transformer_class in classes
 
 
+def most_ulysses(situation: Situation, spec: ParallelSpec) -> int:
+    """The largest ulysses degree beside the tensor axis of `spec`: the heads of the rank that has fewest of them."""
+    return min(divide(situation.facts.units, spec.shares))
+
+
 def _problem(situation: Situation, spec: ParallelSpec) -> Problem | None:
     """The first thing that is wrong with well-formed degrees."""
-    checks = (_copies_of_a_pipeline, _too_many_ranks, _without_plan, _indivisible, _without_room)
+    checks = (_copies_of_a_pipeline, _too_many_ranks, _without_plan, _without_heads, _without_room)
     return next((problem for check in checks if (problem := check(situation, spec))), None)
 
 
@@ -95,7 +96,7 @@ def _too_many_ranks(situation: Situation, spec: ParallelSpec) -> Problem | None:
 
 
 def _without_plan(situation: Situation, spec: ParallelSpec) -> Problem | None:
-    for axis in ("tensor", "ulysses"):
+    for axis in ("tensor", "ulysses", "ring"):
         if spec.degrees()[axis] > 1 and not has_plan(situation, axis):
             return (
                 f"{situation.facts.transformer_class} cannot run with {axis} {spec.degrees()[axis]}.",
@@ -104,21 +105,26 @@ def _without_plan(situation: Situation, spec: ParallelSpec) -> Problem | None:
     return None
 
 
-def _indivisible(situation: Situation, spec: ParallelSpec) -> Problem | None:
+def _without_heads(situation: Situation, spec: ParallelSpec) -> Problem | None:
     facts = situation.facts
     kind = "key/value head" if facts.head_groups else "attention head"
-    heads = f"the {facts.units} {kind}s" if facts.units > 1 else f"the one {kind}"
     if spec.tensor > facts.units:
         return (
-            f"tensor {spec.tensor} is more than {heads} of this model.",
+            f"tensor {spec.tensor} is more than {_count(facts.units, kind)} of this model.",
             f"Weights are divided by whole {kind}s, and every rank needs at least one.",
         )
-    if facts.units % spec.ulysses:
+    most = most_ulysses(situation, spec)
+    if spec.ulysses > most:
+        whose = f"that tensor {spec.tensor} leaves a rank" if spec.tensor > 1 else "of this model"
         return (
-            f"ulysses {spec.ulysses} does not divide {heads} of this model.",
-            "Under ulysses heads are divided evenly over the ranks; uneven splits of it are not built yet.",
+            f"ulysses {spec.ulysses} is more than {_count(most, kind)} {whose}.",
+            f"Under ulysses every rank attends with whole {kind}s, at least one; a ring needs none of its own.",
         )
     return None
+
+
+def _count(number: int, thing: str) -> str:
+    return f"the {number} {thing}s" if number > 1 else f"the one {thing}"
 
 
 def _without_room(situation: Situation, spec: ParallelSpec) -> Problem | None:
@@ -134,14 +140,16 @@ def _without_room(situation: Situation, spec: ParallelSpec) -> Problem | None:
 
 
 def _instead(situation: Situation, spec: ParallelSpec) -> str:
-    """What would be accepted: the degree of each axis nearest to what was asked for, else other weights or cards."""
-    found = []
-    for axis in ("ulysses", "tensor") if spec.ulysses > 1 else ("tensor", "ulysses"):
-        works = [one for one in _candidates(situation, axis) if not _problem(situation, one)]
-        if works:
-            found.append(min(works, key=lambda one: (abs(one.world_size - spec.world_size), -one.world_size)))
+    """What would be accepted: the two nearest layouts, first of the kind asked for, else other weights or cards."""
+    candidates = sorted(_candidates(situation, spec), key=lambda one: _distance(one, spec))
+    kinds = dict.fromkeys((_kind(spec), ("tensor",), ("context",), ("tensor", "context")))
+    nearest = (
+        next((one for one in candidates if _kind(one) == kind and not _problem(situation, one)), None)
+        for kind in kinds
+    )
+    found = [one.describe() for one in nearest if one][:2]
     if found:
-        return ", or ".join(one.describe() for one in found)
+        return ", or ".join(found)
     if not _problem(situation, ParallelSpec()):
         return "one rank"
     if held_dtype(situation.facts, situation.dtype) == "float32":
@@ -150,11 +158,26 @@ def _instead(situation: Situation, spec: ParallelSpec) -> str:
     return _larger_machine(situation)
 
 
-def _candidates(situation: Situation, axis: str) -> Iterator[ParallelSpec]:
-    """Degrees above one. Of ulysses powers of two only: others leave a remainder of the 512 text tokens."""
-    for degree in range(2, min(len(situation.devices), situation.facts.units) + 1):
-        if axis == "tensor" or degree & (degree - 1) == 0:
-            yield ParallelSpec(**{axis: degree})  # type: ignore[arg-type]
+def _candidates(situation: Situation, spec: ParallelSpec) -> Iterator[ParallelSpec]:
+    """All layouts of more than one rank on these devices; with copies only if `spec` has some."""
+    most = min(len(situation.devices), _MOST_RANKS)
+    for replica in range(1, most + 1 if spec.replica > 1 else 2):
+        for tensor in range(1, most // replica + 1):
+            for ulysses in range(1, most // (replica * tensor) + 1):
+                for ring in range(1, most // (replica * tensor * ulysses) + 1):
+                    if max(replica, tensor, ulysses, ring) > 1:
+                        yield ParallelSpec(replica=replica, tensor=tensor, ulysses=ulysses, ring=ring)
+
+
+def _kind(spec: ParallelSpec) -> tuple[str, ...]:
+    """What a layout divides."""
+    return tuple(name for name in ("replica", "tensor", "context") if getattr(spec, name) > 1)
+
+
+def _distance(one: ParallelSpec, other: ParallelSpec) -> tuple[int, ...]:
+    """For choosing the nearest: by the number of ranks, then the larger, then the one that keeps most degrees."""
+    apart = (abs(getattr(one, axis) - getattr(other, axis)) for axis in ("replica", "tensor", "ring"))
+    return abs(one.world_size - other.world_size), -one.world_size, *apart, one.ring
 
 
 def _larger_machine(situation: Situation) -> str:

@@ -70,6 +70,8 @@ _NOT_INHERITED = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "PYTHONSAFEPATH",
+    # A model attends as its layout says, and kernels are never downloaded.
+    *("DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_TRUST_REMOTE_KERNELS"),
 }
 
 

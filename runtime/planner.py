@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from .accept import accept, check_degrees
+from .attention_backends import check_backend_name, choose_backend
 from .choose import choose
 from .component import file_version, folder_version
 from .devices import choose_devices, default_cpu_ranks, physical_cards
@@ -32,12 +33,7 @@ def check_config(config: ParallelConfig) -> None:
             "The strategy decides how a model is divided.",
             f"Works here: {', '.join(STRATEGIES)}.",
         )
-    if config.attention not in ("auto", "native"):
-        raise Refusal(
-            f"The attention backend '{config.attention}' is not built yet.",
-            "Only PyTorch's own attention is tested in every layout so far.",
-            "Works here: auto or native.",
-        )
+    check_backend_name(config.attention)
     if config.tensor_plan:
         read_plan_text(config.tensor_plan)
     if config.strategy == "manual":
@@ -63,7 +59,15 @@ def plan(
         spec, reason = choose(situation, config.strategy)
     if config.tensor_plan and spec.tensor == 1:
         reason += ", and no weights are divided, so the tensor plan is not needed"
-    spec = msgspec.structs.replace(spec, tensor_plan=config.tensor_plan if spec.tensor > 1 else "")
+    attention = choose_backend(
+        config.attention,
+        on_cpu=situation.on_cpu,
+        dtype=held_dtype(facts, dtype),
+        transformer_class=facts.transformer_class,
+    )
+    spec = msgspec.structs.replace(
+        spec, attention=attention, tensor_plan=config.tensor_plan if spec.tensor > 1 else ""
+    )
     return accept(situation, spec, reason)
 
 
@@ -125,26 +129,19 @@ def check_size(width: int, height: int, multiple: int) -> None:
             )
 
 
-def check_sequences(spec: ParallelSpec, lengths: Mapping[str, int], *, masked: bool) -> None:
-    """Refuse sequences, such as the picture's and the text's tokens, that the ulysses degree cannot divide yet."""
-    if spec.ulysses > 1 and masked:
-        raise Refusal(
-            f"An attention mask cannot be used with ulysses {spec.ulysses} yet.",
-            "Every rank sees a part of the sequence, and how a mask is cut for it is not verified.",
-            f"Works instead: tensor {spec.ulysses}, or the workflow without the mask.",
-        )
+def check_sequences(spec: ParallelSpec, lengths: Mapping[str, int]) -> None:
+    """Refuse fewer tokens than ranks to divide them over. `lengths` by name: "picture", "text" and so on.
+
+    A text may be shorter, for it is never all that a rank has: that rank then has no part of it.
+    """
     for name, tokens in lengths.items():
-        if tokens % spec.ulysses:
-            other = "another size" if name == "picture" else "other text"
-            raise _indivisible(spec.ulysses, name, tokens, f"tensor {spec.ulysses}, or {other}")
-
-
-def _indivisible(ulysses: int, name: str, tokens: int, instead: str) -> Refusal:
-    return Refusal(
-        f"ulysses {ulysses} does not divide the {tokens} {name} tokens of this run.",
-        "Every rank takes an equal part of the sequence; other lengths are not built yet.",
-        f"Works instead: {instead}.",
-    )
+        if name != "text" and tokens < spec.context:
+            raise Refusal(
+                f"{msgspec.structs.replace(spec, tensor=1, replica=1).describe()} needs {spec.context} {name} tokens; "
+                f"this run has {tokens}.",
+                "Every rank takes a part of the sequence, and has nothing to do without a token.",
+                f"Works instead: a larger size, or at most {tokens} for ulysses times ring.",
+            )
 
 
 def idle_replicas(spec: ParallelSpec, calls: int, batch: int) -> str:
@@ -155,22 +152,3 @@ def idle_replicas(spec: ParallelSpec, calls: int, batch: int) -> str:
         f"replica {spec.replica} brings nothing here: at CFG 1 a step is one call for one picture. "
         f"tensor or ulysses {spec.replica} would speed it up, so would a batch."
     )
-
-
-def check_tokens(spec: ParallelSpec, text_tokens: int, width: int, height: int, multiple: int) -> None:
-    """Refuse sequence lengths that the ulysses degree does not divide."""
-    degree = spec.ulysses
-    if degree == 1:
-        return
-    image_tokens = (width // multiple) * (height // multiple)
-    for name, tokens in (("text", text_tokens), ("picture", image_tokens)):
-        if tokens % degree:
-            step = multiple * degree
-            works = (
-                max(step, round(width / step) * step),
-                max(multiple, round(height / multiple) * multiple),
-            )
-            instead = (
-                f"{works[0]}x{works[1]}, or tensor {degree}" if name == "picture" else f"tensor {degree}"
-            )
-            raise _indivisible(degree, name, tokens, instead)

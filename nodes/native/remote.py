@@ -58,7 +58,7 @@ class Remote:
 
     def answer(self, call: Call, skipped: Mapping[str, tuple[str, ...]]) -> torch.Tensor:
         """The output of the transformer for `call`, on the CPU. Raises ComfyUI's interrupt and its out-of-memory."""
-        planner.check_sequences(self.slot.layout.spec, call.lengths, masked=_is_masked(call))
+        planner.check_sequences(self.slot.layout.spec, call.lengths)
         if self._turns is not None:
             return self._turns.answer((call, skipped))
         return self._serve([(call, skipped)])[0]
@@ -216,11 +216,6 @@ def _batch(call: Call) -> int:
         if isinstance(value, Sent) and value.batched:
             return int(value.parts[0][0].shape[0])
     raise ValueError("a call without a batch")
-
-
-def _is_masked(call: Call) -> bool:
-    more = call.arguments.get("joint_attention_kwargs") or {}
-    return any(value is not None and "mask" in name for name, value in {**call.arguments, **more}.items())
 
 
 def refuse_patches(family: NativeFamily, options: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .backend import attention_with_lse
+from .backend import all_gather, attention_with_lse
 
 # (query, key, value, mask, scale, with_lse) -> out, or (out, lse). All as the functions below say.
 Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
@@ -63,13 +63,13 @@ class Tokens:
 
     lengths: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def per_rank(self) -> list[int]:
         return [sum(of_rank) for of_rank in zip(*self.lengths, strict=True)]
 
-    @property
+    @cached_property
     def total(self) -> int:
-        return sum(map(sum, self.lengths))
+        return sum(self.per_rank)
 
 
 @lru_cache(maxsize=64)  # a forward asks for the same ones in every block
@@ -93,11 +93,11 @@ def native_kernel(
     with_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """PyTorch's own attention on [B, S, H, D]; with `with_lse` also the log-sum-exp [B, S, H] of every row."""
-    heads_first = (one.transpose(1, 2) for one in (query, key, value))
+    q, k, v = (one.transpose(1, 2) for one in (query, key, value))
     if with_lse:
-        out, lse = attention_with_lse(*heads_first, mask, scale)
+        out, lse = attention_with_lse(q, k, v, mask, scale)
         return out.transpose(1, 2), lse.transpose(1, 2)
-    out = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.transpose(1, 2)
 
 
@@ -116,7 +116,7 @@ def context_attention(
     """What attention over the whole sequence gives for this rank's queries: [B, Sq, H, D].
 
     `query` [B, Sq, H, D], `key` and `value` [B, Sk, Hk, D] of this rank's tokens; H is a multiple of Hk (grouped
-    queries). `mask`, additive or boolean (True takes part), is that of all tokens: [Bm, Sk], or broadcastable to
+    queries). `mask`, additive or boolean (True takes part), is that of all tokens: [B, Sk], or broadcastable to
     [B, H, Sq, Sk]. Raises ValueError for lengths or a mask that do not fit.
     """
     _check_lengths(query, key, queries, keys, axes)
@@ -166,11 +166,10 @@ def _four_dims(
     if mask is None:
         return None
     given = tuple(mask.shape)
-    if mask.ndim == 2:
-        mask = mask[:, None, None]
-    elif mask.ndim == 3:
-        mask = mask[:, None]
     batch, heads = query.shape[0], query.shape[2]
+    if given == (batch, keys):  # as diffusers' native backend takes it; all others as PyTorch does
+        mask = mask[:, None, None]
+    mask = mask[(None,) * (4 - mask.ndim)]
     allowed = ((1, batch), (1, heads), (1, queries), (keys,))
     if mask.ndim != 4 or any(size not in one for size, one in zip(mask.shape, allowed, strict=True)):
         raise ValueError(
@@ -321,7 +320,7 @@ def _ring(
     batch, _, heads, width = key.shape
     row = 2 * batch * heads * width
     here, coming = (key.new_empty(max(lengths) * row) for _ in range(2))
-    own = here[: lengths[axes.ring_rank] * row].view(2, batch, -1, heads, width)
+    own = here[: lengths[axes.ring_rank] * row].view(2, batch, key.shape[1], heads, width)
     own[0].copy_(key)
     own[1].copy_(value)
     mask = _finite(mask, query.dtype)
@@ -418,7 +417,7 @@ def _gather(
     sent = first.new_zeros(most, *first.shape[1:])
     sent[: len(first)].copy_(first)
     received = sent.new_empty(len(lengths) * most, *first.shape[1:])
-    dist.all_gather_into_tensor(received, sent, group=group)
+    all_gather(received, sent, group=group)
     if min(lengths) == most:
         whole = received
     else:

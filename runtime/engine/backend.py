@@ -28,6 +28,9 @@ HOST_RESERVE = 4 << 30  # bytes of host RAM that parked weights leave alone
 HOST_CHUNK = 256 << 20  # bytes of page-locked memory taken at once
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a backstop: the host ends a stuck group long before
 
+# torch 2.14 renamed the call: of equal parts into one tensor, along its first dim.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Backend:
     """One rank's device and process group."""
@@ -174,8 +177,9 @@ def attention_with_lse(
             query, key, value, attn_mask=mask, scale=scale
         )
         return out, lse
-    width = query.shape[-1]
-    if mask is None and query.dtype != torch.float32 and width <= 256 and width % 8 == 0:
+    cuda = torch.backends.cuda
+    flash = cuda.can_use_flash_attention(cuda.SDPAParams(query, key, value, mask, 0.0, False, False))
+    if flash and query.shape[-1] % 8 == 0:
         out, lse, *_ = ops._scaled_dot_product_flash_attention(query, key, value, scale=scale)
         return out, lse
     if mask is not None:

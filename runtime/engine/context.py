@@ -2,14 +2,15 @@
 
 What runs between is token by token (Linears, norms, rotary tables), except attention, which `attention.py` does over
 all ranks. Where a model is cut, and which of its attentions see cut sequences, is its context plan
-(`context_plans.py`); everything outside runs on whole sequences, so that a model builds its masks as it always does.
+(`context_plans/`); everything outside runs on whole sequences, so that a model builds its masks as it always does.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,23 +18,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..spec import Refusal
-from .attention import ContextAxes, Kernel, Tokens, cut_lengths, join_parts, native_kernel
-from .context_plans import Attends, ContextPlan, Cut, context_plan
+from .attention import ContextAxes, Tokens, cut_lengths, join_parts
+from .context_plans import Attends, Change, ContextPlan, Count, Cut, Whole, context_plan
 from .dispatch import Participant, take_part
 
 
 class Sequences:
     """The sequences of the running forward: their whole lengths by name, and how they lie on the ranks."""
 
-    def __init__(self, axes: ContextAxes, kernel: Kernel = native_kernel):
-        self.axes, self.kernel = axes, kernel
-        self.lengths: dict[str, int] = {}
-        self.key_masks: dict[str, torch.Tensor] = {}
+    def __init__(self, axes: ContextAxes):
+        self.axes = axes
+        self.begin()
 
     def begin(self) -> None:
-        self.lengths.clear()
-        self.key_masks.clear()
+        """A new forward: nothing is known of its lengths yet."""
+        self.lengths: dict[str, int] = {}
+        self.key_masks: dict[str, torch.Tensor] = {}
+        self.masks: dict[Attends, torch.Tensor | None] = {}
         self._joint_masks: dict[tuple[str, ...], torch.Tensor] = {}
+        self._tokens: dict[tuple[str, ...], Tokens] = {}
+        self.sample = 0  # the next one, where an attention takes one after the other
 
     def mask_keys(self, name: str, mask: torch.Tensor) -> None:
         """From here on the tokens of `name` that `mask` [B, tokens] marks False are attended to by nobody."""
@@ -48,33 +52,80 @@ class Sequences:
         if names not in self._joint_masks:
             one = next(self.key_masks[name] for name in names if name in self.key_masks)
             parts = [
-                self.key_masks.get(name, one.new_ones(len(one), self.lengths[name], dtype=torch.bool))
+                self.key_masks.get(name, one.new_ones(len(one), self.lengths.get(name, 0), dtype=torch.bool))
                 for name in names
             ]
             self._joint_masks[names] = torch.cat([part.bool() for part in parts], dim=1)[:, None, None]
         return self._joint_masks[names]
 
-    def tokens(self, names: tuple[str, ...]) -> Tokens:
-        return Tokens(tuple(cut_lengths(self.lengths[name], self.axes) for name in names))
+    def mask(self, attends: Attends, own: torch.Tensor | None) -> torch.Tensor | None:
+        """The whole mask of an attention, `own` being the one that the model hands it."""
+        if attends in self.masks:
+            mask = self.masks[attends]
+            return mask[:, None] if mask is not None and mask.ndim == 3 else mask
+        if own is not None and not isinstance(own, torch.Tensor):
+            raise ValueError(f"a {type(own).__name__} is no mask that can be taken over a divided sequence")
+        padding = self.key_mask(attends.keys)
+        if padding is not None and attends.by_sample:
+            self.sample += 1
+            return padding[self.sample - 1 : self.sample]
+        return own if padding is None else padding
 
-    def cut(self, value: Any, cut: Cut) -> Any:
-        """This rank's part of a tensor, or of every tensor in a list or tuple; anything else as it is."""
+    def tokens(self, names: tuple[str, ...]) -> Tokens:
+        if names not in self._tokens:
+            lengths = (cut_lengths(self.lengths.get(name, 0), self.axes) for name in names)
+            self._tokens[names] = Tokens(tuple(lengths))
+        return self._tokens[names]
+
+    def cut(self, value: Any, cut: Change | None) -> Any:
+        """This rank's part of a tensor, or of every tensor in a list, tuple or dict; anything else as it is."""
+        if cut is None:
+            return value
+        if isinstance(cut, Count):
+            return self.count(value, cut)
+        if isinstance(cut, Whole):
+            return self.join(value, cut.cut)
+        if isinstance(cut, tuple):
+            return type(value)(self.cut(*one) for one in zip(value, cut, strict=True))
         if isinstance(value, list | tuple):
             return type(value)(self.cut(one, cut) for one in value)
+        if isinstance(value, dict):
+            return {name: self.cut(one, cut) for name, one in value.items()}
         if not isinstance(value, torch.Tensor) or (cut.ndim and value.ndim != cut.ndim):
             return value
+        if cut.leads:
+            size = self.lengths[cut.of]
+            first, rest = value.split([size, value.shape[cut.dim] - size], cut.dim)
+            return torch.cat([self.cut(first, replace(cut, leads=False)), rest], cut.dim)
         size = value.shape[cut.dim]
         if cut.spreads and size == 1:
             return value
         known = self.lengths.setdefault(cut.of, size)
         if size != known:
             raise ValueError(f"the sequence '{cut.of}' has {known} tokens and {size}")
+        if cut.pads:
+            self.mask_keys(cut.of, value)
+        if cut.everywhere and size < self.axes.size:
+            raise ValueError(
+                f"the sequence '{cut.of}' has {size} tokens, and the model needs one on each of {self.axes.size} ranks"
+            )
         lengths = cut_lengths(size, self.axes)
         # Contiguous: what follows may view it, as it could the whole.
-        return value.narrow(cut.dim, sum(lengths[: self.axes.rank]), lengths[self.axes.rank]).contiguous()
+        part = value.narrow(cut.dim, sum(lengths[: self.axes.rank]), lengths[self.axes.rank]).contiguous()
+        return torch.ones_like(part) if cut.pads else part
 
-    def join(self, value: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """The whole of a tensor that was computed from this rank's part of a sequence."""
+    def count(self, tokens: int, count: Count) -> int:
+        """How many of the first (or last) `tokens` of a sequence this rank has."""
+        lengths = cut_lengths(self.lengths[count.of], self.axes)
+        start, own = sum(lengths[: self.axes.rank]), lengths[self.axes.rank]
+        before = sum(lengths) - tokens if count.last else tokens
+        first = min(max(before - start, 0), own)
+        return own - first if count.last else first
+
+    def join(self, value: torch.Tensor | None, cut: Cut) -> torch.Tensor | None:
+        """The whole of a tensor that was computed from this rank's part of a sequence; None stays."""
+        if value is None:
+            return None
         lengths = cut_lengths(self.lengths[cut.of], self.axes)
         if value.shape[cut.dim] != lengths[self.axes.rank]:
             raise ValueError(
@@ -83,21 +134,21 @@ class Sequences:
         return join_parts(value, cut.dim, lengths, self.axes)
 
 
-def divide_sequence(model: nn.Module, mesh: DeviceMesh, kernel: Kernel = native_kernel) -> ContextAxes:
+def divide_sequence(model: nn.Module, mesh: DeviceMesh) -> ContextAxes:
     """Make `model` compute over the ring and ulysses axes of `mesh`, by the plan of its class.
 
     Call it after the tensor axis and the substitutions are in place. Raises Refusal for a class without a plan, and
     for an attention that the plan does not know: it would attend to this rank's tokens only.
     """
     plan = context_plan(model)
-    sequences = Sequences(ContextAxes.of_mesh(mesh), kernel)
+    sequences = Sequences(ContextAxes.of_mesh(mesh))
     model.register_forward_pre_hook(lambda *_: sequences.begin())
-    for pattern, cuts in plan.inputs.items():
+    for pattern, arguments in plan.refuses.items():
         for _, module in _matching(model, pattern):
-            _cut_inputs(module, cuts, sequences)
-    for pattern, names in plan.key_masks.items():
+            _refuse_inputs(module, arguments)
+    for pattern, changes in plan.inputs.items():
         for _, module in _matching(model, pattern):
-            _take_key_masks(module, names, sequences)
+            _cut_inputs(module, changes, sequences)
     for pattern, cuts in plan.outputs.items():
         for _, module in _matching(model, pattern):
             _cut_outputs(module, cuts, sequences)
@@ -115,7 +166,7 @@ def _matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]
     """
     owner, last, rest = pattern.partition(".-1")
     if last:
-        pattern = f"{owner}.{len(model.get_submodule(owner)) - 1}{rest}"  # type: ignore[arg-type]
+        pattern = f"{owner}.{len(model.get_submodule(owner)) - 1}{rest}"
     for path, module in model.named_modules():
         if fits(pattern, path):
             yield path, module
@@ -129,19 +180,37 @@ def fits(pattern: str, path: str) -> bool:
 # ---- cut and join
 
 
-def _cut_inputs(module: nn.Module, cuts: Mapping[str, Cut], sequences: Sequences) -> None:
+def _cut_inputs(module: nn.Module, cuts: Mapping[str, Change], sequences: Sequences) -> None:
     _change_inputs(module, {name: _bound(sequences.cut, cut) for name, cut in cuts.items()})
 
 
-def _take_key_masks(module: nn.Module, names: Mapping[str, str], sequences: Sequences) -> None:
-    def taken(of: str) -> Any:
-        def take(mask: torch.Tensor | None) -> None:
-            if mask is not None:
-                sequences.mask_keys(of, mask)
+def _take_mask(module: nn.Module, attends: Attends, sequences: Sequences) -> None:
+    def take(mask: torch.Tensor | None) -> None:
+        sequences.masks[attends] = mask
 
-        return take
+    _change_inputs(module, {attends.mask: take})
 
-    _change_inputs(module, {name: taken(of) for name, of in names.items()})
+
+def _count_samples(module: nn.Module, sequences: Sequences) -> None:
+    def begin(*_: Any) -> None:
+        sequences.sample = 0
+
+    module.register_forward_pre_hook(begin)
+
+
+def _refuse_inputs(module: nn.Module, names: Sequence[str]) -> None:
+    def refusing(name: str) -> Any:
+        def refuse(value: Any) -> None:
+            if value is not None:
+                raise Refusal(
+                    f"{type(module).__name__} cannot take '{name}' with its sequence divided.",
+                    "It goes by the places of tokens in the whole sequence.",
+                    "Works instead: tensor.",
+                )
+
+        return refuse
+
+    _change_inputs(module, {name: refusing(name) for name in names})
 
 
 def _change_inputs(module: nn.Module, changes: Mapping[str, Any]) -> None:
@@ -170,7 +239,7 @@ def _join_outputs(module: nn.Module, cuts: Mapping[int, Cut], sequences: Sequenc
     _change_outputs(module, {place: _bound(sequences.join, cut) for place, cut in cuts.items()})
 
 
-def _bound(change: Any, cut: Cut) -> Any:
+def _bound(change: Any, cut: Change) -> Any:
     return lambda value: change(value, cut)
 
 
@@ -195,6 +264,10 @@ def _lead_attention(model: nn.Module, plan: ContextPlan, sequences: Sequences) -
             continue
         attends = _named(plan, path)
         if attends is not None:
+            if attends.mask:
+                _take_mask(module, attends, sequences)
+            if attends.by_sample:
+                _count_samples(module, sequences)
             take_part(module, Participant(sequences, attends))
         elif not any(fits(pattern, path) for pattern in plan.whole):
             raise Refusal(

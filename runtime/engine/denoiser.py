@@ -21,6 +21,7 @@ from .checkpoints.single_file import open_single_file
 from .checkpoints.source import Checkpoint
 from .context import divide_sequence
 from .copies import Copies
+from .kernels import set_attention
 from .mesh import build_mesh
 from .rounding import rounding_noise
 from .slots import ByteCounter, HeldSlot, IsCancelled, Report, parameter_bytes
@@ -48,6 +49,7 @@ class DenoiserSlot(HeldSlot):
     def _load(self, report: Report, cancelled: IsCancelled) -> None:
         mesh = build_mesh(self.parallel, self.backend.device.type)
         planned = plan_transformer(self._open(), self.parallel, mesh)
+        set_attention(planned.model, self.parallel.attention)
         counter = ByteCounter(report, planned.bytes_to_read)
         model = load_transformer(planned, self.backend, self.dtype, on_bytes=counter.add, cancelled=cancelled)
         self.substitutions.install(model, self.model.replaced)
@@ -189,6 +191,7 @@ class DenoiserSlot(HeldSlot):
         rounding error of its dtype added to what every block hands on.
         """
         planned = plan_transformer(self._open(), ParallelSpec())
+        set_attention(planned.model, self.parallel.attention)  # what is verified is the layout
         needed = sum(p.numel() for p in planned.model.parameters()) * self.dtype.itemsize
         if not self.backend.has_room(needed):
             return needed, 0.0, None

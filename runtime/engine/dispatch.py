@@ -11,7 +11,9 @@ Private names of diffusers, for 0.42.x; `tests/group/test_upstream_context.py` t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +23,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .attention import Kernel, context_attention, native_kernel
+from .kernels import check_mask, kernel_of
 
 if TYPE_CHECKING:
     from .context import Sequences
     from .context_plans import Attends
+
+_REPLACED = "_templated_context_parallel_attention"
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,12 @@ class Participant:
 
     sequences: Sequences
     attends: Attends
+
+    @property
+    def lacks_tokens(self) -> bool:
+        """Whether a sequence is shorter than the ranks are many, and this one has nothing of it."""
+        lengths, rank = self.sequences.lengths, self.sequences.axes.rank
+        return any(0 < lengths.get(name, 0) <= rank for name in {*self.attends.queries, *self.attends.keys})
 
     def attention(
         self,
@@ -44,8 +55,8 @@ class Participant:
         kernel: Kernel,
     ) -> torch.Tensor:
         """[B, S, H, D] of this rank's tokens. `mask` is the model's own, whole."""
-        if mask is None:
-            mask = self.sequences.key_mask(self.attends.keys)
+        mask = self.sequences.mask(self.attends, mask)
+        check_mask(kernel, mask)
         return context_attention(
             query,
             key,
@@ -61,10 +72,15 @@ class Participant:
 
 def take_part(module: nn.Module, participant: Participant) -> None:
     """Make the attention `module` compute with the other ranks."""
+    _bear_empty_parts(module, participant)
     processor: Any = module.processor
     if hasattr(processor, "_parallel_config"):
+        if not hasattr(attention_dispatch, _REPLACED):
+            raise RuntimeError(
+                f"this diffusers has no attention_dispatch.{_REPLACED}: its attention has changed"
+            )
         processor._parallel_config = participant
-        attention_dispatch._templated_context_parallel_attention = _dispatched
+        setattr(attention_dispatch, _REPLACED, _dispatched)
     else:
         _take_over(module, participant)
 
@@ -87,27 +103,7 @@ def _dispatched(
     """Stands in for upstream's function of the same signature. Inference only."""
     if is_causal or return_lse or dropout_p:
         raise ValueError("causal attention, dropout and log-sum-exp are not taken over a divided sequence")
-    return _parallel_config.attention(query, key, value, attn_mask, scale, _kernel(forward_op))
-
-
-def _kernel(forward_op: Any) -> Kernel:
-    """Upstream's operator of a backend in our terms. Native has no log-sum-exp there, so ours is used."""
-    if forward_op is attention_dispatch._native_attention_forward_op:
-        return native_kernel
-
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float | None,
-        with_lse: bool,
-    ) -> Any:
-        return forward_op(
-            None, query, key, value, attn_mask=mask, scale=scale, return_lse=with_lse, _save_ctx=False
-        )
-
-    return kernel
+    return _parallel_config.attention(query, key, value, attn_mask, scale, kernel_of(forward_op))
 
 
 def _take_over(module: nn.Module, participant: Participant) -> None:
@@ -152,5 +148,36 @@ class _TakenOver(TorchFunctionMode):
     ) -> torch.Tensor:
         if is_causal or dropout_p:
             raise ValueError("causal attention and dropout are not taken over a divided sequence")
-        tokens_first = (one.transpose(1, 2) for one in (query, key, value))
-        return self.participant.attention(*tokens_first, attn_mask, scale, native_kernel).transpose(1, 2)
+        if attn_mask is not None and attn_mask.ndim < 4:
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+        q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+        return self.participant.attention(q, k, v, attn_mask, scale, native_kernel).transpose(1, 2)
+
+
+def _bear_empty_parts(module: nn.Module, participant: Participant) -> None:
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _EmptyParts() if participant.lacks_tokens else nullcontext():
+            return original(*args, **kwargs)
+
+    module.forward = forward
+
+
+class _EmptyParts(TorchFunctionMode):
+    """While it is active, view and reshape find a -1 for tensors without tokens too: PyTorch calls it ambiguous."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function in (torch.Tensor.view, torch.Tensor.reshape) and not args[0].numel():
+            sizes = args[1] if isinstance(args[1], tuple | list) else args[1:]
+            if -1 in sizes:
+                args = (args[0], _inferred(args[0].shape, sizes))
+        return function(*args, **(kwargs or {}))
+
+
+def _inferred(shape: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """`sizes` without their -1: what it is for one token, or no tokens where it stands for these."""
+    one_token, known = (math.prod(size or 1 for size in one if size != -1) for one in (shape, sizes))
+    return [(one_token // known if 0 in sizes else 0) if size == -1 else size for size in sizes]

@@ -22,6 +22,7 @@ from ..spec import Cancelled, ModelSpec, ParallelSpec, Progress, Sample, SlotInf
 from .backend import Backend
 from .checkpoints.folder import open_folder
 from .context import divide_sequence
+from .kernels import set_attention
 from .loading import SliceRead
 from .mesh import build_mesh
 from .slots import ByteCounter, HeldSlot, IsCancelled, Report, parameter_bytes
@@ -52,6 +53,7 @@ class PipelineSlot(HeldSlot):
     def _load(self, report: Report, cancelled: IsCancelled) -> None:
         mesh = build_mesh(self.parallel, self.backend.device.type)
         planned = plan_transformer(open_folder(self.folder / "transformer"), self.parallel, mesh)
+        set_attention(planned.model, self.parallel.attention)
         total = planned.bytes_to_read
         if self.is_first:
             total += sum(_folder_bytes(self.folder / name) for name in (*_ENCODERS, "vae"))

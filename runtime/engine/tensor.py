@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from ..spec import divide
+from .backend import all_gather
 
 
 class Block(NamedTuple):
@@ -72,8 +73,6 @@ _SUM = dist.AllreduceOptions()
 _SUM.reduceOp = dist.ReduceOp.SUM
 _SUM.asyncOp = False  # NCCL then works on the current stream, as dist.all_reduce has it
 _is_compiling = torch.compiler.is_compiling
-# torch 2.14 renamed the call.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Ranks(NamedTuple):
@@ -114,7 +113,7 @@ class Ranks(NamedTuple):
         else:
             # One behind the other along dim 0: what gloo takes as well as NCCL.
             gathered = tensor.new_empty((len(self.shares) * tensor.shape[0], *tensor.shape[1:]))
-            _all_gather(gathered, tensor, group=self.group)
+            all_gather(gathered, tensor, group=self.group)
         return gathered.view(len(self.shares), *tensor.shape)
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.bench wire|overhead|dispatch|load|native|replicas [--json]`: one line per figure."""
+"""`python -m tests.bench wire|overhead|dispatch|load|native|replicas|layouts [--json]`: one line per figure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 
-from tests.bench import dispatch, load, native, overhead, replicas, wire
+from tests.bench import dispatch, layouts, load, native, overhead, replicas, wire
 
 BENCHES: dict[str, Callable[[], Iterator[dict[str, object]]]] = {
     "wire": wire.rows,
@@ -15,6 +15,7 @@ BENCHES: dict[str, Callable[[], Iterator[dict[str, object]]]] = {
     "load": load.rows,
     "native": native.rows,
     "replicas": replicas.rows,
+    "layouts": layouts.rows,
 }
 
 

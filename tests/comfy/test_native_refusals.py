@@ -138,9 +138,10 @@ def test_a_file_that_is_not_in_the_list_does_not_enter_the_queue(graphs: Graphs)
     ("config", "where", "said"),
     [
         ({"tensor": 16}, LOADER, "needs 16 devices; here are 8"),
-        ({"ulysses": 2, "tensor": 8}, "ShardedParallelConfig", "tensor 8 together with ulysses 2"),
         ({"tensor": 7}, LOADER, "tensor 7 is more than the 6 attention heads"),
-        ({"ulysses": 4}, LOADER, "ulysses 4 does not divide the 6 attention heads"),
+        ({"ulysses": 7}, LOADER, "ulysses 7 is more than the 6 attention heads"),
+        ({"tensor": 2, "ulysses": 4}, LOADER, "more than the 3 attention heads that tensor 2 leaves a rank"),
+        ({"ring": 4, "ulysses": 4}, LOADER, "ulysses 4 x ring 4 needs 16 devices; here are 8"),
     ],
 )
 def test_a_layout_from_another_machine_is_refused(
@@ -291,20 +292,10 @@ INPUTS: dict[str, tuple[Setup, Link, str]] = {
         sharded(WAN_T2V.name, tensor=2),
         "A ControlNet cannot be used with a sharded Wan",
     ),
-    "lengths": (
-        flux.ODD_TOKENS,
-        sharded(FLUX_DEV.name, ulysses=2),
-        "ulysses 2 does not divide the 15 picture tokens",
-    ),
-    "a text's length": (
-        replace(flux.BASE, positive=flux.text(11)),
-        sharded(FLUX_DEV.name, ulysses=2),
-        "ulysses 2 does not divide the 11 text tokens",
-    ),
-    "a mask": (
-        replace(flux.BASE, positive=flux.REDUX),
-        sharded(FLUX_DEV.name, ulysses=2),
-        "An attention mask cannot be used with ulysses 2",
+    "fewer tokens than ranks": (
+        replace(flux.BASE, latent=empty_latent(1, 16, 2, 2)),
+        sharded(FLUX_DEV.name, ring=2),
+        "ring 2 needs 2 picture tokens; this run has 1",
     ),
 }
 

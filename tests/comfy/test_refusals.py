@@ -115,19 +115,23 @@ def _video(prompt: Prompt) -> None:
 
 WISHES: dict[str, tuple[Callable[[Prompt], None], str, str]] = {
     "fewer heads": (_with("config", tensor=5), "load", "tensor 5 is more than the 4 attention heads"),
-    "odd ulysses": (
-        _with("config", tensor=1, ulysses=3),
+    "ulysses beyond the heads": (
+        _with("config", tensor=1, ulysses=5),
         "load",
-        "ulysses 3 does not divide the 4 attention heads",
+        "ulysses 5 is more than the 4 attention heads",
+    ),
+    "ulysses beyond a rank's heads": (
+        _with("config", tensor=2, ulysses=3),
+        "load",
+        "ulysses 3 is more than the 2 attention heads that tensor 2 leaves a rank",
     ),
     "more ranks than devices": (_with("config", tensor=16), "load", "needs 16 devices; here are 8"),
-    "ring": (_with("config", ring=2), "config", "ring 2 cannot be used"),
+    "ring": (_with("config", ring=5), "load", "tensor 2 x ring 5 needs 10 devices; here are 8"),
     "stage": (_with("config", stage=2), "config", "stage 2 cannot be used"),
     "replica": (_with("config", tensor=1, replica=2), "load", "replica 2 cannot be used with a pipeline"),
-    "both axes": (_with("config", tensor=2, ulysses=2), "config", "tensor 2 together with ulysses 2"),
     "no degree": (_with("config", tensor=0), "config", "tensor 0 is no degree"),
     "strategy": (_with("config", strategy="fast"), "config", "There is no strategy 'fast'"),
-    "attention": (_with("config", attention="sage"), "config", "'sage' is not built yet"),
+    "attention": (_with("config", attention="sage"), "config", "The attention backend 'sage'"),
     "width": (_with("sample", width=100), "sample", "width 100 cannot be used"),
     "height": (_with("sample", height=0), "sample", "height 0 cannot be used"),
     "denoise without latent": (_with("sample", denoise=0.5), "sample", "nothing to keep"),
@@ -239,11 +243,9 @@ def test_a_path_is_no_model_name(client: ComfyClient, server: Server) -> None:
             client.run(_prompt(pipeline=name))
 
 
-def test_lengths_the_ulysses_degree_does_not_divide_are_refused_with_a_size_that_works(
-    client: ComfyClient,
-) -> None:
-    with pytest.raises(NodeFailed, match="ulysses 2 does not divide the 15 picture tokens") as caught:
-        client.run(_prompt(tensor=1, ulysses=2, width=80, height=48))
+def test_fewer_tokens_than_ranks_are_refused_before_the_first_step(client: ComfyClient) -> None:
+    with pytest.raises(NodeFailed, match="ulysses 2 needs 2 picture tokens; this run has 1") as caught:
+        client.run(_prompt(tensor=1, ulysses=2, width=16, height=16))
     assert "Works instead" in caught.value.message
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,10 @@ from tools.comfy import Server
 
 STEM = "flux_stock_ksampler"
 # Those of two ranks first, on the group that the file as shipped has started; each other number starts one of its own.
-LAYOUTS: tuple[dict[str, int], ...] = ({"tensor": 2}, {"ulysses": 2}, {}, {"tensor": 4})
+LAYOUTS: tuple[dict[str, int], ...] = (
+    *({"tensor": 2}, {"ulysses": 2}, {"ring": 2}),
+    *({}, {"tensor": 2, "ring": 2}),
+)
 
 
 class Result(NamedTuple):
@@ -33,7 +37,15 @@ Runs = dict[str, Result]
 
 
 def named(degrees: dict[str, int]) -> str:
-    return " ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one rank"
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one rank"
+
+
+def judged(picture: bytes) -> bool:
+    """Whether the picture shows what the file asks for: its colours and its shape, pixel by pixel."""
+    pixels = numpy.asarray(Image.open(io.BytesIO(picture)).convert("RGB"))
+    verdict = Judge().judge(pixels, Scene("red", "circle", "blue"))
+    print(verdict)
+    return bool(verdict.colour and verdict.background and verdict.shape)
 
 
 def _result(client: ComfyClient, server: Server, prompt: Workflow) -> Result:
@@ -63,9 +75,7 @@ def runs(comfy_server: Server, shipped_workflow: Callable[..., Workflow]) -> Run
 
 def test_it_makes_the_picture_it_asks_for_and_shows_how_far_it_is(runs: Runs) -> None:
     shipped = runs["as shipped"]
-    pixels = numpy.asarray(Image.open(io.BytesIO(shipped.picture)).convert("RGB"))
-    verdict = Judge().judge(pixels, Scene("red", "circle", "blue"))
-    assert verdict.colour and verdict.background and verdict.shape, verdict
+    assert judged(shipped.picture)
     steps = [e.data["value"] for e in shipped.run.of("progress") if e.data["max"] == 8]
     assert steps == list(range(1, 9))
     assert len(shipped.run.of("preview")) >= 8
@@ -78,11 +88,12 @@ def test_its_latents_are_those_of_the_pipeline_nodes(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=named)
-def test_the_same_file_on_any_number_of_ranks_makes_the_same_latents(
+def test_the_same_file_on_any_number_of_ranks_makes_the_same_latents_and_the_picture_asked_for(
     runs: Runs, degrees: dict[str, int]
 ) -> None:
     done = runs[named(degrees)]
-    assert done.ranks == max(degrees.values(), default=1)
+    assert done.ranks == math.prod(degrees.values())
+    assert judged(done.picture)
     assert all(done.degrees[axis] == degree for axis, degree in degrees.items()), done.degrees
     for other in LAYOUTS:
         apart = latents.max_rel(done.latent, runs[named(other)].latent)

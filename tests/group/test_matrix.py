@@ -1,4 +1,4 @@
-"""The tensor axis on real ranks: a selection of the transformer classes, and the list of those it is open to."""
+"""The matrix on real ranks: a selection of the transformer classes, and the lists of those an axis is open to."""
 
 from __future__ import annotations
 
@@ -6,30 +6,37 @@ from typing import Any
 
 import pytest
 
+from runtime.engine.context_plans import CONTEXT_PLANS
 from runtime.spec import ParallelSpec
-from runtime.verified import TENSOR_CLASSES
+from runtime.verified import CONTEXT_CLASSES, TENSOR_CLASSES
 from tests.parity import matrix
 
 SEED = 7
-# Three ranks that no head count drawn divides in most cases, and two cards of which one is twice the other.
-LAYOUTS = (ParallelSpec(tensor=3), ParallelSpec(tensor=2, tensor_shares=(2, 1)))
+# Two starts. Four ranks divide most head counts drawn unevenly, and so do two cards of which one is twice the other.
+TENSOR = (ParallelSpec(tensor=2, tensor_shares=(2, 1)), ParallelSpec(tensor=4))
+CONTEXT = (ParallelSpec(ring=2), ParallelSpec(ulysses=2, ring=2), ParallelSpec(tensor=2, ring=2))
+JOBS = [
+    *matrix.jobs(matrix.SELECTION, TENSOR),
+    *matrix.jobs(matrix.CONTEXT_SELECTION, CONTEXT),
+]
+Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    found = matrix.rows(tmp_path_factory.mktemp("matrix"), matrix.SELECTION, SEED, LAYOUTS)
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    found = matrix.rows(tmp_path_factory.mktemp("matrix"), JOBS, SEED)
     return {(row["family"], row["layout"]): row for row in found}
 
 
-@pytest.mark.parametrize("name", matrix.SELECTION)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=matrix.layout_name)
-def test_one_forward_is_that_of_one_process(
-    rows: dict[tuple[str, str], dict[str, Any]], name: str, layout: ParallelSpec
-) -> None:
-    row = rows[name, matrix.layout_name(layout)]
+@pytest.mark.parametrize("job", JOBS, ids=[f"{job.case}-{matrix.layout_name(job.layout)}" for job in JOBS])
+def test_one_forward_is_that_of_one_process(rows: Rows, job: matrix.Job) -> None:
+    row = rows[job.case, matrix.layout_name(job.layout)]
     assert matrix.passes(row), row
 
 
-def test_the_tensor_axis_is_open_to_what_the_matrix_verifies() -> None:
+def test_an_axis_is_open_to_what_the_matrix_verifies() -> None:
     assert set(matrix.CASES) == TENSOR_CLASSES
+    assert set(CONTEXT_PLANS) == CONTEXT_CLASSES
+    assert CONTEXT_CLASSES <= TENSOR_CLASSES
     assert set(matrix.SELECTION) <= TENSOR_CLASSES
+    assert {matrix.ALL[label].name for label in matrix.CONTEXT_SELECTION} <= CONTEXT_CLASSES

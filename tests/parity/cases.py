@@ -13,13 +13,17 @@ from tests.support.models import DEMO, FluxSize, make_flux
 from tests.support.reference import Run, max_rel, reference_latents, reference_pipeline
 
 Degrees = dict[str, int]
-LAYOUTS: tuple[Degrees, ...] = (
-    {"tensor": 2},
-    {"tensor": 3},
-    {"tensor": 4},
+# Ways to divide the sequence, and both the sequence and the weights, over two and four ranks.
+CONTEXT_LAYOUTS: tuple[Degrees, ...] = (
     {"ulysses": 2},
     {"ulysses": 4},
+    {"ring": 2},
+    {"ring": 4},
+    {"ulysses": 2, "ring": 2},
+    {"tensor": 2, "ulysses": 2},
+    {"tensor": 2, "ring": 2},
 )
+LAYOUTS: tuple[Degrees, ...] = ({"tensor": 2}, {"tensor": 3}, {"tensor": 4}, *CONTEXT_LAYOUTS)
 TOLERANCE = 1e-4  # latents after 8 steps in fp32
 
 
@@ -41,25 +45,32 @@ FAMILIES = (
     # Fresh random weights, a picture that is no square, two at a time, head widths unlike the demo's.
     Family("flux-random", Run(width=160, height=96, batch_size=2, seed=3, guidance=2.0), FluxSize(heads=8)),
     Family("flux-schnell", Run(width=64, height=128, seed=5), FluxSize(guidance=False, single_blocks=3)),
-    # Odd lengths: the tensor axis takes any, the context axis refuses what its degree does not divide.
+    # Odd lengths: no degree divides the picture's 45 tokens.
     Family(
         "flux-odd",
         Run(width=144, height=80, seed=9),
         FluxSize(heads=6, double_blocks=1),
-        ({"tensor": 2}, {"tensor": 3}, {"tensor": 6}),
+        ({"tensor": 2}, {"tensor": 3}, {"tensor": 6}, *CONTEXT_LAYOUTS, {"tensor": 3, "ring": 2}),
     ),
-    # Heads that no degree divides: 7 over 2, 3, 5 and 7 ranks.
+    # Heads that no degree divides: 7 over 2, 3, 4, 5 and 7 ranks. And 35 tokens.
     Family(
         "flux-uneven",
         Run(width=112, height=80, seed=4, batch_size=2),
         FluxSize(heads=7, double_blocks=1),
-        ({"tensor": 2}, {"tensor": 3}, {"tensor": 5}, {"tensor": 7}),
+        (
+            *({"tensor": 2}, {"tensor": 3}, {"tensor": 5}, {"tensor": 7}),
+            *({"ulysses": 3}, {"ring": 3}, {"ulysses": 4}, {"ulysses": 7}),
+            *({"tensor": 2, "ulysses": 2}, {"tensor": 3, "ring": 2}, {"ulysses": 2, "ring": 3}),
+        ),
     ),
     Family(
         "flux-eight",
         Run(width=128, height=64, seed=2),
         FluxSize(heads=8, double_blocks=1, single_blocks=1),
-        ({"tensor": 8}, {"ulysses": 8}),
+        (
+            *({"tensor": 8}, {"ulysses": 8}, {"ring": 8}),
+            *({"ulysses": 4, "ring": 2}, {"tensor": 2, "ulysses": 2, "ring": 2}),
+        ),
     ),
 )
 

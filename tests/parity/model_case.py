@@ -41,8 +41,8 @@ class Draw:
         return torch.rand(batch, generator=self._generator) * high
 
     def key_mask(self, batch: int, length: int) -> torch.Tensor:
-        """[batch, length] bool, True for tokens that count; every row ends in padding of its own length."""
-        lengths = [self._random.randint(length // 2, length - 1) for _ in range(batch)]
+        """[batch, length] bool, True for tokens that count; every row ends in padding of another length."""
+        lengths = self._random.sample(range(length // 2, length), batch)
         return torch.arange(length)[None] < torch.tensor(lengths)[:, None]
 
 
@@ -54,7 +54,7 @@ class ModelCase:
     (batch of two, odd lengths, a mask where the family takes one). `full` are the constructor's arguments of the
     published model where they are not the class's defaults. `rounds` says that the forward rounds to bfloat16 on the
     way whatever its dtype: a difference in the last bit then becomes a bfloat16 step, so the rounding is taken out on
-    both sides.
+    both sides. `variant` names what a case fixes that is otherwise drawn, or hardly ever is.
     """
 
     name: str
@@ -62,6 +62,11 @@ class ModelCase:
     inputs: Callable[[Draw, Any], dict[str, Any]]  # second argument: the model's `config`
     full: Mapping[str, Any] = field(default_factory=dict)
     rounds: bool = False
+    variant: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.variant})" if self.variant else self.name
 
     def run(self, model: Any, inputs: dict[str, Any]) -> Any:
         with mock.patch.object(torch, "bfloat16", torch.float32) if self.rounds else nullcontext():

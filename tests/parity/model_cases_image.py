@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -958,4 +959,126 @@ IMAGE_CASES: tuple[ModelCase, ...] = (
     ModelCase("PixArtTransformer2DModel", _pixart_config, _pixart_inputs, {"caption_channels": 4096}),
     ModelCase("PRXTransformer2DModel", _prx_config, _prx_inputs),
     ModelCase("SanaTransformer2DModel", _sana_config, _sana_inputs),
+)
+
+
+# Variants for the context axes
+
+
+def _fixed(config: Callable[[Draw], Kwargs], **values: Any) -> Callable[[Draw], Kwargs]:
+    """A config of which `values` are not drawn."""
+    return lambda draw: config(draw) | values
+
+
+def _three_words(inputs: Callable[[Draw, Any], Kwargs]) -> Callable[[Draw, Any], Kwargs]:
+    """A prompt with fewer tokens than four ranks."""
+
+    def shortened(draw: Draw, config: Any) -> Kwargs:
+        found = inputs(draw, config)
+        found["encoder_hidden_states"] = found["encoder_hidden_states"][:, :3]
+        if "txt_ids" in found:
+            found["txt_ids"] = found["txt_ids"][..., :3, :]
+        for name in found.keys() & {"encoder_hidden_states_mask", "encoder_attention_mask"}:
+            found[name] = draw.key_mask(BATCH, 3).long()
+        return found
+
+    return shortened
+
+
+def _unmasked(inputs: Callable[[Draw, Any], Kwargs], name: str) -> Callable[[Draw, Any], Kwargs]:
+    return lambda draw, config: inputs(draw, config) | {name: None}
+
+
+def _flux_controlnet_inputs(draw: Draw, config: Any) -> Kwargs:
+    """Residuals of a ControlNet, of which the first holds for all tokens."""
+    inputs = _flux_inputs(draw, config)
+    tokens, width = inputs["hidden_states"].shape[1], config.num_attention_heads * config.attention_head_dim
+    return inputs | {
+        "controlnet_block_samples": [draw.normal(BATCH, 1, width)],
+        "controlnet_single_block_samples": [draw.normal(BATCH, tokens, width) for _ in range(2)],
+    }
+
+
+def _qwen_controlnet_inputs(draw: Draw, config: Any) -> Kwargs:
+    inputs = _qwen_inputs(draw, config)
+    tokens, width = inputs["hidden_states"].shape[1], config.num_attention_heads * config.attention_head_dim
+    return inputs | {"controlnet_block_samples": [draw.normal(BATCH, tokens, width) for _ in range(2)]}
+
+
+def _sd3_controlnet_inputs(draw: Draw, config: Any) -> Kwargs:
+    inputs = _sd3_inputs(draw, config)
+    height, width = (side // 2 for side in inputs["hidden_states"].shape[2:])
+    of_picture = (height * width, config.num_attention_heads * config.attention_head_dim)
+    return inputs | {"block_controlnet_hidden_states": [draw.normal(BATCH, *of_picture) for _ in range(2)]}
+
+
+def _z_image_one_size_inputs(draw: Draw, config: Any) -> Kwargs:
+    """Samples of one size: the model then pads and masks nothing but what is short of 32 tokens."""
+    height, width, text = 2 * draw.odd(5, 7), 2 * draw.odd(5, 7), draw.odd(5, 31)
+    return {
+        "x": [draw.normal(config.in_channels, 1, height, width) for _ in range(BATCH)],
+        "t": draw.timestep(BATCH, 1.0),
+        "cap_feats": [draw.normal(text, config.cap_feat_dim) for _ in range(BATCH)],
+        "return_dict": False,
+    }
+
+
+def _z_image_omni_inputs(draw: Draw, config: Any) -> Kwargs:
+    """Omni: a picture to go by, whose tokens are not noisy, its SigLIP features, and the picture to make."""
+
+    def pictures() -> list[torch.Tensor]:
+        return [draw.normal(config.in_channels, 1, 2 * draw.odd(3, 7), 2 * draw.odd(3, 7)) for _ in range(2)]
+
+    return {
+        "x": [pictures() for _ in range(BATCH)],
+        "t": draw.timestep(BATCH, 1.0),
+        "cap_feats": [
+            [draw.normal(draw.odd(5, 31), config.cap_feat_dim) for _ in range(2)] for _ in range(BATCH)
+        ],
+        "siglip_feats": [
+            [draw.normal(draw.odd(3, 5), draw.odd(3, 5), config.siglip_feat_dim), None] for _ in range(BATCH)
+        ],
+        "image_noise_mask": [[0, 1]] * BATCH,
+        "return_dict": False,
+    }
+
+
+_QWEN_KINDS: Kwargs = {"zero_cond_t": False, "use_additional_t_cond": False, "use_layer3d_rope": False}
+_QWEN = "QwenImageTransformer2DModel"
+_SD3 = "SD3Transformer2DModel"
+_base = _fixed(_qwen_config, **_QWEN_KINDS)
+_edit = _fixed(_qwen_config, **_QWEN_KINDS | {"zero_cond_t": True})
+_layered = _fixed(_qwen_config, zero_cond_t=False, use_additional_t_cond=True, use_layer3d_rope=True)
+_large = _fixed(_sd3_config, dual_attention_layers=(), qk_norm="rms_norm")
+_medium = _fixed(_sd3_config, dual_attention_layers=(0,), qk_norm="rms_norm")
+
+IMAGE_VARIANTS: tuple[ModelCase, ...] = (
+    ModelCase("FluxTransformer2DModel", _flux_config, _three_words(_flux_inputs), variant="three words"),
+    ModelCase("FluxTransformer2DModel", _flux_config, _flux_controlnet_inputs, variant="ControlNet"),
+    ModelCase("Flux2Transformer2DModel", _flux2_config, _three_words(_flux2_inputs), variant="three words"),
+    ModelCase(_QWEN, _base, _qwen_inputs, variant="picture"),
+    ModelCase(_QWEN, _base, _unmasked(_qwen_inputs, "encoder_hidden_states_mask"), variant="no mask"),
+    ModelCase(_QWEN, _base, _three_words(_qwen_inputs), variant="three words"),
+    ModelCase(_QWEN, _base, _qwen_controlnet_inputs, variant="ControlNet"),
+    ModelCase(_QWEN, _edit, _qwen_inputs, variant="edit"),
+    ModelCase(_QWEN, _layered, _qwen_inputs, variant="layered"),
+    ModelCase(_SD3, _large, _sd3_inputs, variant="3.5 large"),
+    ModelCase(_SD3, _medium, _sd3_inputs, variant="3.5 medium"),
+    ModelCase(_SD3, _large, _sd3_controlnet_inputs, variant="ControlNet"),
+    ModelCase("ZImageTransformer2DModel", _z_image_config, _z_image_one_size_inputs, variant="one size"),
+    ModelCase(
+        "ZImageTransformer2DModel",
+        _fixed(_z_image_config, siglip_feat_dim=14),
+        _z_image_omni_inputs,
+        variant="omni",
+    ),
+    ModelCase(
+        "ChromaTransformer2DModel",
+        _chroma_config,
+        _unmasked(_chroma_inputs, "attention_mask"),
+        variant="no mask",
+    ),
+    ModelCase(
+        "Lumina2Transformer2DModel", _lumina2_config, _three_words(_lumina2_inputs), variant="three words"
+    ),
 )

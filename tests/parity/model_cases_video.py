@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,12 +101,17 @@ def wan_inputs(draw: Draw, config: Any) -> dict[str, Any]:
     }
 
 
-def wan_any_inputs(draw: Draw, config: Any) -> dict[str, Any]:
+def wan_ti2v_inputs(draw: Draw, config: Any) -> dict[str, Any]:
+    """Of Wan 2.2's 5B model: a timestep for every token."""
     inputs = wan_inputs(draw, config)
-    if config.image_dim is None and draw.choice(True, False):  # Wan 2.2 TI2V: a timestep for every token
-        tokens = inputs["hidden_states"][0, 0].numel() // (config.patch_size[1] * config.patch_size[2])
-        inputs["timestep"] = draw.timestep(BATCH * tokens).view(BATCH, tokens)
-    return inputs
+    tokens = inputs["hidden_states"][0, 0].numel() // (config.patch_size[1] * config.patch_size[2])
+    return inputs | {"timestep": draw.timestep(BATCH * tokens).view(BATCH, tokens)}
+
+
+def wan_any_inputs(draw: Draw, config: Any) -> dict[str, Any]:
+    if config.image_dim is None and draw.choice(True, False):
+        return wan_ti2v_inputs(draw, config)
+    return wan_inputs(draw, config)
 
 
 def wan_vace_config(draw: Draw) -> dict[str, Any]:
@@ -295,11 +302,14 @@ def ltx_config(draw: Draw) -> dict[str, Any]:
     }
 
 
-def ltx_inputs(draw: Draw, config: Any) -> dict[str, Any]:
+def ltx_inputs(draw: Draw, config: Any, every_token: bool | None = None) -> dict[str, Any]:
+    """The image-conditioned pipeline gives every token a timestep of its own."""
     frames, height, width = grid(draw)
     tokens = frames * height * width
     words = text(draw, config.caption_channels)
-    times = draw.choice(1, tokens)  # the image-conditioned pipeline gives every token its own
+    if every_token is None:
+        every_token = draw.choice(True, False)
+    times = tokens if every_token else 1
     return {
         "hidden_states": draw.normal(BATCH, tokens, config.in_channels),
         "encoder_hidden_states": words,
@@ -313,10 +323,12 @@ def ltx_inputs(draw: Draw, config: Any) -> dict[str, Any]:
     }
 
 
-def ltx2_config(draw: Draw) -> dict[str, Any]:
+def ltx2_config(draw: Draw, newer: bool | None = None) -> dict[str, Any]:
+    """LTX-2, or the newer LTX-2.3."""
     heads, audio_head_dim = draw.heads(), draw.choice(4, 6)
     head_dim = 2 * audio_head_dim
-    newer = draw.choice(True, False)  # LTX-2.3
+    if newer is None:
+        newer = draw.choice(True, False)
     rope = draw.choice("split", "interleaved")
     audio_heads = heads if rope == "split" else draw.heads()
     return {
@@ -433,14 +445,16 @@ def hunyuan_texts(draw: Draw, config: Any) -> dict[str, Any]:
     return inputs
 
 
-def hunyuan_video15_inputs(draw: Draw, config: Any) -> dict[str, Any]:
+def hunyuan_video15_inputs(draw: Draw, config: Any, image_to_video: bool | None = None) -> dict[str, Any]:
     image = draw.normal(BATCH, 5, config.image_embed_dim)
+    if image_to_video is None:
+        image_to_video = draw.choice(False, True)
     return {
         "hidden_states": video(draw, config.in_channels, spatial(config)),
         "timestep": draw.timestep(BATCH),
         **hunyuan_texts(draw, config),
         **({"timestep_r": draw.timestep(BATCH)} if config.use_meanflow else {}),
-        "image_embeds": image * draw.choice(0, 1),  # all zero for text to video
+        "image_embeds": image * image_to_video,  # all zero for text to video
         "return_dict": False,
     }
 
@@ -1420,4 +1434,44 @@ VIDEO_CASES: tuple[ModelCase, ...] = (
         {"num_layers": 24, "num_kv_heads": 8},
     ),
     ModelCase("DiTTransformer2DModel", dit_config, dit_inputs, {"out_channels": 8}),
+)
+
+
+# Variants for the context axes
+
+_WAN = "WanTransformer3DModel"
+_LTX = "LTXVideoTransformer3DModel"
+_LTX2 = "LTX2VideoTransformer3DModel"
+_HUNYUAN = "HunyuanVideoTransformer3DModel"
+_HUNYUAN15 = "HunyuanVideo15Transformer3DModel"
+
+
+def _hunyuan_video(condition: str | None) -> Callable[[Draw], dict[str, Any]]:
+    return lambda draw: hunyuan_video_config(draw, condition)
+
+
+VIDEO_VARIANTS: tuple[ModelCase, ...] = (
+    ModelCase(_WAN, wan_config, wan_inputs, variant="T2V"),
+    ModelCase(_WAN, lambda draw: wan_config(draw, "i2v"), wan_inputs, variant="I2V"),
+    ModelCase(_WAN, lambda draw: wan_config(draw, "flf2v"), wan_inputs, variant="first and last frame"),
+    ModelCase(_WAN, wan_config, wan_ti2v_inputs, variant="timestep for every token"),
+    ModelCase(_LTX, ltx_config, partial(ltx_inputs, every_token=False), variant="one timestep"),
+    ModelCase(_LTX, ltx_config, partial(ltx_inputs, every_token=True), variant="timestep for every token"),
+    ModelCase(_LTX2, partial(ltx2_config, newer=False), ltx2_inputs, variant="2.0"),
+    ModelCase(_LTX2, partial(ltx2_config, newer=True), ltx2_inputs, variant="2.3"),
+    ModelCase(_HUNYUAN, _hunyuan_video(None), hunyuan_video_inputs, variant="text"),
+    ModelCase(_HUNYUAN, _hunyuan_video("latent_concat"), hunyuan_video_inputs, variant="latent_concat"),
+    ModelCase(_HUNYUAN, _hunyuan_video("token_replace"), hunyuan_video_inputs, variant="token_replace"),
+    ModelCase(
+        _HUNYUAN15,
+        hunyuan_video15_config,
+        partial(hunyuan_video15_inputs, image_to_video=False),
+        variant="text",
+    ),
+    ModelCase(
+        _HUNYUAN15,
+        hunyuan_video15_config,
+        partial(hunyuan_video15_inputs, image_to_video=True),
+        variant="picture",
+    ),
 )

@@ -1,8 +1,8 @@
 """`python -m tests.parity_native [--json]`: one line per (family, case, layout); the status says whether all pass.
 
-Every case runs in the layouts tensor 2, ulysses 2 and replica 2, a sample of each family in two more (`--all`: every
-case there too). `--family` and `--case` take parts of names, `--layout` whole ones, such as tensor=2 or
-replica=2,tensor=2; the layout `native` compares ComfyUI's own model with itself.
+Every case runs in the layouts tensor 2, ulysses 2, ring 2 and replica 2, a sample of each family in more of one axis
+and of two (`--all`: every case there too). `--family` and `--case` take parts of names, `--layout` whole ones, such
+as tensor=2 or replica=2,tensor=2; the layout `native` compares ComfyUI's own model with itself.
 """
 
 from __future__ import annotations
@@ -24,9 +24,17 @@ from tests.parity_native.host import Host
 from tests.parity_native.verdict import as_text, passes
 
 FAMILIES = (FLUX, QWEN_IMAGE, WAN)
-LAYOUTS = ({"tensor": 2}, {"ulysses": 2}, {"replica": 2})
-MORE_LAYOUTS = ({"tensor": 3}, {"replica": 2, "tensor": 2})
-QUICK = dict(zip((family.name for family in FAMILIES), LAYOUTS, strict=True))  # each family in one layout
+LAYOUTS = ({"tensor": 2}, {"ulysses": 2}, {"replica": 2}, {"ring": 2})
+MORE_LAYOUTS = (
+    {"tensor": 3},
+    {"ulysses": 3},
+    {"replica": 2, "tensor": 2},
+    {"replica": 2, "ulysses": 2},
+    {"ring": 2, "ulysses": 2},
+    {"tensor": 2, "ring": 2},
+    {"tensor": 2, "ulysses": 2},
+)
+QUICK = dict(zip((family.name for family in FAMILIES), LAYOUTS, strict=False))  # each family in one layout
 
 
 def main() -> int:

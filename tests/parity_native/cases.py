@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from tests.parity_native.graphs import Setup
 from tests.parity_native.variants import Variant
 
-EVERYWHERE = ("tensor", "ulysses", "replica")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -16,8 +14,7 @@ class Case:
 
     `without` is the same run without the feature: the distance between both, native, is how far dropping the feature
     would move the result. None stands for another order of the pictures in the batch. `core` cases also run in the
-    layouts of which only a sample is taken. `refusable` are the axes under which this case may be refused instead
-    (lengths that they do not divide, features that cannot be split).
+    layouts of which only a sample is taken. `refusable` cases may be refused instead (features that cannot be split).
     """
 
     variant: Variant
@@ -26,7 +23,7 @@ class Case:
     without: Setup | None
     dtype: str = "float32"
     core: bool = False
-    refusable: tuple[str, ...] = ()
+    refusable: bool = False
 
 
 @dataclass(frozen=True)

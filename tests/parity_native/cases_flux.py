@@ -168,7 +168,7 @@ FLUX = Family(
             "odd lengths: 15 and 11 tokens",
             ODD_TOKENS,
             replace(ODD_TOKENS, positive=text(11, seed=9)),
-            refusable=("ulysses",),
+            core=True,
         ),
         # Kontext
         dev("reference", REFERRING, BASE, core=True),
@@ -181,7 +181,7 @@ FLUX = Family(
             "attention mask",
             replace(BASE, positive=REDUX),
             replace(BASE, positive=REDUX_PLAIN),
-            refusable=("ulysses",),
+            core=True,
         ),
         dev("pooled text none", replace(BASE, positive=text(pooled=0)), BASE),
         dev("guidance 1", replace(BASE, positive=guidance(BASE.positive, 1.0)), BASE),

@@ -128,7 +128,7 @@ QWEN_IMAGE = Family(
         qwen("inpaint mask", replace(EDITED, latent=HALF, run=ksampler()), replace(EDITED, run=ksampler())),
         qwen("batch of 3", replace(TWO_LENGTHS, latent=sized(HEIGHT, WIDTH, 3)), None),
         # positions
-        qwen("odd grid 5x3, 11 text tokens", ODD, other_text(ODD), refusable=("ulysses",)),
+        qwen("odd grid 5x3, 11 text tokens", ODD, other_text(ODD), core=True),
         qwen("odd latent 9x7", ODD_PADDED, other_text(ODD_PADDED)),
         qwen("odd side 6x5", ODD_SIDE, other_text(ODD_SIDE)),
         qwen("reference", REFERRING, BASE, core=True),

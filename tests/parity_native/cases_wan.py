@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.parity_native.cases import EVERYWHERE, Case, Family
+from tests.parity_native.cases import Case, Family
 from tests.parity_native.graphs import (
     Link,
     Setup,
@@ -138,7 +138,7 @@ WAN = Family(
         t2v("t2v 20 and 18 text tokens", SHORT, T2V),
         t2v("t2v batch of 3", replace(T2V, latent=empty_latent(3, 16, FRAMES, HEIGHT, WIDTH)), None),
         t2v("t2v odd latent 9x7", ODD, other_text(ODD)),
-        t2v("t2v 45 tokens", ODD_TOKENS, other_text(ODD_TOKENS), refusable=("ulysses",)),
+        t2v("t2v 45 tokens", ODD_TOKENS, other_text(ODD_TOKENS), core=True),
         t2v("t2v video to video 0.6", EDITED, replace(EDITED, latent=T2V.latent)),
         t2v(
             "t2v inpaint mask",
@@ -178,8 +178,8 @@ WAN = Family(
             I2V,
         ),
         # ComfyUI's own text encoder never gives fewer than 512 tokens.
-        Case(WAN_I2V, "i2v, 20 and 18 text tokens", replace(SHORT, both=I2V.both), I2V, refusable=EVERYWHERE),
-        Case(WAN_I2V, "i2v, 520 text tokens", replace(I2V, positive=text(520)), I2V, refusable=EVERYWHERE),
+        Case(WAN_I2V, "i2v, 20 and 18 text tokens", replace(SHORT, both=I2V.both), I2V, refusable=True),
+        Case(WAN_I2V, "i2v, 520 text tokens", replace(I2V, positive=text(520)), I2V, refusable=True),
         Case(WAN_I2V, "i2v, 256 text tokens", replace(I2V, positive=text(256)), I2V),
         Case(WAN_I2V, "i2v uni_pc", replace(I2V, run=UNI_PC.run), replace(UNI_PC, both=I2V_UNSEEN.both)),
         Case(WAN_FLF2V, "first and last frame", replace(T2V, both=(from_two_images(),)), I2V),

@@ -65,7 +65,7 @@ def test_the_engine_knows_only_the_vocabulary() -> None:
     allowed = ("runtime.engine", "runtime.spec", "runtime.environment", "runtime.plan_text")
     # What both sides read of files, without torch.
     allowed += ("runtime.safetensors_header", "runtime.recognise", "runtime.foreign", "runtime.families")
-    allowed += ("runtime.component", "runtime.quantisation")
+    allowed += ("runtime.component", "runtime.quantisation", "runtime.attention_backends")
     none_of(one for one in imports("runtime/engine") if one.within("runtime") and not one.within(*allowed))
 
 

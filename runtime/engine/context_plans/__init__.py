@@ -6,9 +6,9 @@ from torch import nn
 
 from ...spec import Refusal
 from . import image, video
-from .plan import Attends, ContextPlan, Cut
+from .plan import Attends, Change, ContextPlan, Count, Cut, Whole
 
-__all__ = ["CONTEXT_PLANS", "Attends", "ContextPlan", "Cut", "context_plan"]
+__all__ = ["CONTEXT_PLANS", "Attends", "Change", "ContextPlan", "Count", "Cut", "Whole", "context_plan"]
 
 CONTEXT_PLANS = {**image.PLANS, **video.PLANS}
 
