@@ -390,7 +390,7 @@ class Merged:
         return self.out.to(query.dtype)
 
 
-_ROWS = 4096
+_ROWS = 1024
 
 
 def cut_lengths(tokens: int, axes: ContextAxes) -> tuple[int, ...]:
