@@ -229,21 +229,22 @@ def _tokens_for_heads(
 
     In one exchange where queries and keys have the same lengths, else in two.
     """
+    groups = key.shape[2]
     if _stretch(queries, axes) == _stretch(keys, axes):
-        return _exchange([query, key, value], _stretch(queries, axes), axes)
+        return _exchange([query, key, value], groups, _stretch(queries, axes), axes)
     return [
-        *_exchange([query], _stretch(queries, axes), axes),
-        *_exchange([key, value], _stretch(keys, axes), axes),
+        *_exchange([query], groups, _stretch(queries, axes), axes),
+        *_exchange([key, value], groups, _stretch(keys, axes), axes),
     ]
 
 
-def _exchange(tensors: list[torch.Tensor], lengths: list[int], axes: ContextAxes) -> list[torch.Tensor]:
+def _exchange(
+    tensors: list[torch.Tensor], groups: int, lengths: list[int], axes: ContextAxes
+) -> list[torch.Tensor]:
     batch, tokens, _, width = tensors[0].shape
     ranks = axes.ulysses
-    heads = [_parts(tensor.shape[2], ranks) for tensor in tensors]
-    if len({tensor.shape[2] for tensor in tensors}) > 1:  # whole groups of query heads go with their keys
-        fewest = min(tensor.shape[2] for tensor in tensors)
-        heads = [[n * tensor.shape[2] // fewest for n in _parts(fewest, ranks)] for tensor in tensors]
+    # Whole groups of query heads go with their keys.
+    heads = [[n * tensor.shape[2] // groups for n in _parts(groups, ranks)] for tensor in tensors]
     together = [sum(of_rank) for of_rank in zip(*heads, strict=True)]
     sent = tensors[0].new_empty(tokens * batch * sum(together) * width)
     sizes = [tokens * batch * count * width for count in together]

@@ -13,10 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import diffusers
-import torch
-
-from tests.support.models import randomise
+from tests.bench.flux import write_flux
 from tests.support.torchrun import torchrun
 
 STEPS = 9
@@ -25,23 +22,8 @@ STEPS = 9
 def rows(steps: int = STEPS) -> Iterator[dict[str, object]]:
     with tempfile.TemporaryDirectory(prefix="sharded-layouts-") as directory:
         folder = Path(directory) / "transformer"
-        _write_model(folder)
+        write_flux(folder, 1, 2)
         for ranks in (2, 4):
             module = "tests.bench.layouts_rank"
             for row in torchrun(Path(directory), ranks, module, str(folder), str(steps)):
                 yield {name: row.pop(name) for name in ("path", "layout", "shape")} | row
-
-
-def _write_model(folder: Path) -> None:
-    torch.manual_seed(0)
-    model = diffusers.FluxTransformer2DModel(
-        num_layers=1,
-        num_single_layers=2,
-        num_attention_heads=8,
-        attention_head_dim=64,
-        axes_dims_rope=(16, 24, 24),
-        joint_attention_dim=256,
-        pooled_projection_dim=64,
-    )
-    randomise(model)
-    model.save_pretrained(folder)

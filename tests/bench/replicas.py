@@ -21,25 +21,12 @@ RUNS, STEPS = 3, 2
 
 
 def rows() -> Iterator[dict[str, object]]:
-    import diffusers
-
+    from tests.bench.flux import write_flux
     from tests.parity_native.host import Host
-    from tests.support.models import randomise
 
     with tempfile.TemporaryDirectory(prefix="sharded-replicas-") as directory:
-        torch.manual_seed(0)
-        model = diffusers.FluxTransformer2DModel(
-            num_layers=4,
-            num_single_layers=4,
-            num_attention_heads=8,
-            attention_head_dim=64,
-            axes_dims_rope=(16, 24, 24),
-            joint_attention_dim=256,
-            pooled_projection_dim=64,
-        )
-        randomise(model)
         folder = Path(directory) / "transformer"
-        model.save_pretrained(folder)
+        write_flux(folder, 4, 4)
         host = Host(Path(directory) / "base")
         try:
             # Ranks share the cores that there are; here the rank alone gets one thread as well.

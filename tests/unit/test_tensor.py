@@ -334,7 +334,7 @@ def gathering(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part.is_contiguous()
         gathered.copy_(torch.cat(group.meeting.exchange(group.rank, part)))
 
-    monkeypatch.setattr(tensor, "_all_gather", gather)
+    monkeypatch.setattr(tensor, "all_gather", gather)
 
 
 def on_ranks(work: Callable[[Ranks], Result], shares: Sequence[int]) -> list[Result]:
