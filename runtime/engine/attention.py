@@ -121,23 +121,22 @@ def context_attention(
     """
     _check_lengths(query, key, queries, keys, axes)
     mask = _four_dims(mask, query, queries.total, keys.total)
-    if key.shape[2] != query.shape[2] and (axes.ulysses == 1 or key.shape[2] < axes.ulysses):
-        key, value = (_every_query_head(one, query.shape[2]) for one in (key, value))
     heads = query.shape[2]
+    if key.shape[2] < axes.ulysses:
+        key, value = (_every_query_head(one, heads) for one in (key, value))
     groups = key.shape[2]
     if axes.ulysses > 1:
         if groups < axes.ulysses:
             raise ValueError(f"ulysses {axes.ulysses} cannot divide {groups} attention heads")
         mask = _heads_of_rank(mask, groups, heads // groups, axes)
         query, key, value = _tokens_for_heads(query, key, value, queries, keys, axes)
-    if key.shape[2] != query.shape[2]:
-        key, value = (_every_query_head(one, query.shape[2]) for one in (key, value))
     stretch = range(axes.ring_rank * axes.ulysses, (axes.ring_rank + 1) * axes.ulysses)
     if mask is not None and mask.shape[2] > 1:
         mask = _take(mask, 2, queries, stretch)
     if axes.ring > 1:
         out = _ring(query, key, value, mask, scale, keys, axes, kernel)
     else:
+        key, value = (_every_query_head(one, query.shape[2]) for one in (key, value))
         out = kernel(query, key, value, _take(mask, 3, keys, range(axes.size)), scale, False)
     assert isinstance(out, torch.Tensor)
     if axes.ulysses > 1:
@@ -191,7 +190,8 @@ def _take(mask: torch.Tensor | None, dim: int, tokens: Tokens, ranks: range) -> 
 
 def _every_query_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Grouped keys or values, repeated for each of their query heads."""
-    return tensor.repeat_interleave(heads // tensor.shape[2], dim=2)
+    per_group = heads // tensor.shape[2]
+    return tensor if per_group == 1 else tensor.repeat_interleave(per_group, dim=2)
 
 
 def _parts(count: int, ranks: int) -> list[int]:
@@ -334,6 +334,7 @@ def _ring(
             under_way = _pass_on(here[: lengths[number] * row], coming[: lengths[following] * row], axes)
         if lengths[number] and query.shape[1]:
             k, v = here[: lengths[number] * row].view(2, batch, lengths[number], heads, width)
+            k, v = (_every_query_head(one, query.shape[2]) for one in (k, v))
             merged.add(*kernel(query, k, v, _take(mask, 3, keys, chunks[number]), scale, True))
         for work in under_way:
             work.wait()

@@ -188,18 +188,18 @@ def test_a_degree_that_is_not_built_is_told_on_the_node_in_three_lines(
 ) -> None:
     editor.open_template(A_WORKFLOW)
     editor.set_value("ShardedParallelConfig", "strategy", "manual")
-    editor.set_value("ShardedParallelConfig", "ring", "2")
+    editor.set_value("ShardedParallelConfig", "stage", "2")
     record = editor.ended(editor.queue(), client)
     assert record["status"]["status_str"] == "error"
     (details,) = (data for kind, data in record["status"]["messages"] if kind == "execution_error")
     lines = details["exception_message"].strip().splitlines()
-    assert len(lines) == 3 and lines[0].startswith("ring 2 "), lines
+    assert len(lines) == 3 and lines[0].startswith("stage 2 "), lines
     message = editor.open_error()
     for line in lines:
         expect(message).to_contain_text(line)
     failed = editor.page.evaluate("app.lastExecutionError.node_id")
     assert str(failed) == str(editor.saved_nodes()["ShardedParallelConfig"]["id"])
-    editor.screenshot("ring-is-not-built")
+    editor.screenshot("stage-is-not-built")
     mend_and_run(editor, client)
 
 

@@ -159,7 +159,7 @@ def assert_lean(reports: list[dict[str, Any]]) -> None:
         assert beyond <= 256 * MIB + report["largest_slice"]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_large_file_needs_no_more_than_its_shard_and_a_slice(
     large: Path, tmp_path: Path, ranks: int
 ) -> None:
@@ -168,6 +168,7 @@ def test_a_large_file_needs_no_more_than_its_shard_and_a_slice(
     assert max(report["held"] for report in reports) < (1.01 if ranks == 1 else 0.4) * reports[0]["stored"]
 
 
+@pytest.mark.slow
 def test_a_large_fp8_file_needs_no_more_either(large: Path, tmp_path: Path) -> None:
     """Kept small on disk, and dequantised in strips."""
     from safetensors import safe_open

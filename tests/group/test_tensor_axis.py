@@ -86,6 +86,7 @@ def test_a_plan_the_model_cannot_follow_is_refused_and_the_group_stays(
     assert max_rel(sample(good, RUN), expected) <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_compiled_model_uses_functional_collectives_without_a_graph_break(tmp_path: Path) -> None:
     name = "FluxTransformer2DModel"
     matrix.write(matrix.CASES[name], 3, tmp_path)
