@@ -14,7 +14,7 @@ BENCHES ?= wire overhead dispatch load native replicas layouts
 # pytest gets the folders that exist.
 folders = $(wildcard $(addprefix tests/,$(1)))
 
-.PHONY: env demo serve test test-oldest lint format parity parity-native matrix bench browser clean distclean
+.PHONY: env demo serve doctor test test-oldest lint format parity parity-native matrix bench browser faults clean distclean
 
 env:
 	@$(PYTHON3) -m tools.environment
@@ -24,6 +24,10 @@ demo: env
 
 serve: env
 	@$(PYTHON) -m tools.serve -- $(ARGS)
+
+# Does a group work on this machine? A report for a first run or a bug report. ARGS="--devices 0,1" picks cards.
+doctor: env
+	@$(PYTHON) -m tools.doctor $(ARGS)
 
 # Unit tests share the cores, a file on each; what starts ranks, servers and browsers needs them all to itself.
 # (5 is pytest's word for "nothing selected", which -k in ARGS makes of one of the two.)
@@ -47,6 +51,10 @@ parity: env
 # The same, and one forward of every transformer class under the axes that it is open to, whole.
 matrix: parity
 	$(PYTHON) -m tests.parity --all $(ARGS)
+
+# Every way a group can break, on CPU ranks: one line each. ARGS="--only cancels" for a part, --json for a file.
+faults: env
+	$(PYTHON) -m tests.faults $(ARGS)
 
 browser: env
 	$(PYTHON) -m pytest $(call folders,browser) $(ARGS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from . import comfy_host
+from .doctor import Doctor
+from .group_control import ParkGroup, StopGroup
 from .loaders import LoadDiffusionModel, LoadPipeline
 from .parallel_config import ParallelConfigNode, TensorPlanNode
 from .pipeline import Decode, EncodePrompt, SamplePipeline
@@ -20,6 +22,9 @@ class ShardedExtension(ComfyExtension):
             EncodePrompt,
             SamplePipeline,
             Decode,
+            ParkGroup,
+            StopGroup,
+            Doctor,
         ]
 
 

@@ -6,10 +6,10 @@ Everything is bound by name when it is used, so that one place adapts when Comfy
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ import comfy.model_detection
 import comfy.model_management
 import comfy.utils
 import comfy_execution.utils
+import comfyui_version
 import folder_paths
 import latent_preview
 import torch
-from aiohttp import web
 from server import PromptServer
 
-from ..runtime.group import GROUPS, Slot
+from ..runtime.group import GROUPS, IdleTimes, IdleWatch, Slot
 from ..runtime.spec import (
     Cancelled,
     Device,
@@ -35,21 +35,52 @@ from ..runtime.spec import (
     RankOutOfMemory,
     Refusal,
 )
+from . import routes
 
 log = logging.getLogger("comfyui-sharded")
 CPU, META = torch.device("cpu"), torch.device("meta")
+_EVERYTHING = 1e30  # bytes, as ComfyUI itself writes it
 _SAID_CHARACTERS = 240  # of a line: the planner's longest reason
 _UNSAFE = str.maketrans({"<": "(", ">": ")", "&": "+", "*": "x", "_": "-", "#": "", "[": "(", "]": ")"})
 
 
 def start() -> None:
     """Called once, when ComfyUI loads the pack."""
-    routes = PromptServer.instance.routes
+    routes.add_to(PromptServer.instance.routes, workflow_runs, is_listed)
+    IdleWatch(GROUPS, idle_times).start()
 
-    @routes.get("/sharded/state")
-    async def state(_request: web.Request) -> web.Response:
-        """Groups, ranks, slots and memory, from what is known already. Read-only; takes no parameters."""
-        return web.json_response({"api": 1, "time": round(time.time(), 3), "groups": GROUPS.snapshot()})
+
+def version() -> str:
+    """ComfyUI's own word on its version."""
+    return comfyui_version.__version__
+
+
+def workflow_runs() -> bool:
+    """Whether ComfyUI is executing a workflow. Safe from any thread."""
+    return bool(PromptServer.instance.prompt_queue.currently_running)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Settings of ComfyUI's dialog (web/sharded.js declares them)
+
+
+def idle_times() -> IdleTimes:
+    """After how long a group parks and stops, as the settings of all users say now (--multi-user)."""
+    users = getattr(getattr(PromptServer.instance, "user_manager", None), "users", ("default",))
+    settings = [_settings_of(user) for user in list(users)]
+    park, stop = (
+        [one.get(f"Sharded.Group.{name}") for one in settings] for name in ("ParkAfter", "StopAfter")
+    )
+    return IdleTimes.of_settings(park, stop)
+
+
+def _settings_of(user: str) -> dict[str, Any]:
+    folder = folder_paths.get_public_user_directory(user)
+    try:
+        settings = json.loads(Path(folder or "", "comfy.settings.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # never saved, or just being written
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -132,6 +163,12 @@ def executing_node() -> str | None:
     return context.node_id if context else None
 
 
+def executing_run() -> str:
+    """What tells one execution of a node from another: the prompt and the node; "" outside of both."""
+    context = comfy_execution.utils.get_executing_context()
+    return f"{context.prompt_id} {context.node_id}" if context else ""
+
+
 def raise_if_interrupted() -> None:
     """Raise ComfyUI's interrupt if the user pressed Cancel. Only on the thread of the node: it clears the flag."""
     comfy.model_management.throw_exception_if_processing_interrupted()
@@ -205,6 +242,7 @@ _PHASES = {
     "encoding": "Encoding",
     "sampling": "Sampling",
     "decoding": "Decoding",
+    "measuring": "Timing the exchanges between the ranks",
 }
 
 
@@ -224,13 +262,37 @@ def fix_empty_latent(samples: torch.Tensor, channels: int) -> torch.Tensor:
 
 
 def make_room(needs: Sequence[tuple[torch.device, float]], is_ours: Callable[[Any], bool]) -> None:
-    """Ask ComfyUI for so many bytes on each of these devices; loaded patchers that `is_ours` says yes to stay."""
+    """Ask ComfyUI for so many bytes on each of these devices; loaded patchers that `is_ours` says yes to stay.
+
+    Models that the running sampler has loaded with ours, such as a ControlNet, go only where there is no room without.
+    """
     management = comfy.model_management
     ours = [loaded for loaded in management.current_loaded_models if is_ours(loaded.model)]
+    used = _in_use()
     for device, nbytes in needs:
-        management.free_memory(nbytes, device, keep_loaded=ours)
+        management.free_memory(nbytes, device, keep_loaded=[*ours, *used])
+        if management.get_free_memory(device) < nbytes:
+            management.free_memory(nbytes, device, keep_loaded=ours)
     if needs:
         management.soft_empty_cache()  # cached blocks are invisible to the ranks
+
+
+def free_unused(devices: Sequence[torch.device], is_ours: Callable[[Any], bool]) -> None:
+    """Ask ComfyUI for everything on these devices that is neither ours nor in use by the running sampler."""
+    management = comfy.model_management
+    keep = [*_in_use(), *(loaded for loaded in management.current_loaded_models if is_ours(loaded.model))]
+    for device in devices:
+        management.free_memory(_EVERYTHING, device, keep_loaded=keep)
+
+
+def _in_use() -> list[Any]:
+    """What was loaded last, together: the models of a running sampler. ComfyUI's ControlNets go by the same mark."""
+    return [one for one in comfy.model_management.current_loaded_models if one.currently_used]
+
+
+def room_for(nbytes: int) -> float:
+    """What `nbytes` of weights need on a device, with what ComfyUI reserves for computing."""
+    return nbytes * 1.1 + comfy.model_management.minimum_inference_memory()
 
 
 def main_device() -> torch.device:
@@ -249,6 +311,12 @@ def unloading_everything() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def is_listed(slot_name: str) -> bool:
+    """Whether the slot of that name is in ComfyUI's list of loaded models, so that ComfyUI would evict it."""
+    listed = [loaded.model for loaded in list(comfy.model_management.current_loaded_models)]
+    return any(getattr(getattr(patcher, "slot", None), "name", None) == slot_name for patcher in listed)
 
 
 def torch_device_of(device: Device) -> torch.device | None:
@@ -289,8 +357,9 @@ class ManagedSlot:
 
     def make_room(self, nbytes: int) -> None:
         """Ask for `nbytes` of weights, and what ComfyUI reserves for computing, on every card that it uses itself."""
-        wanted = nbytes * 1.1 + comfy.model_management.minimum_inference_memory()
-        make_room([(device, wanted) for device in _torch_devices(self.slot)], lambda one: one is self)
+        make_room(
+            [(device, room_for(nbytes)) for device in _torch_devices(self.slot)], lambda one: one is self
+        )
 
     def note_loaded(self, weight_bytes: int) -> None:
         """Enter the slot in the list; idempotent."""
@@ -332,7 +401,7 @@ class ManagedSlot:
     def partially_unload(self, _device: object, _memory_to_free: int = 0, *_more: object) -> int:
         """A slot with a hole is useless: all of it goes, or nothing."""
         freed = self.loaded_size()
-        self.slot.unload()
+        self._evict()
         return freed
 
     def partially_unload_ram(self, _ram_to_unload: int) -> None: ...
@@ -340,5 +409,12 @@ class ManagedSlot:
     def detach(self, unpatch_all: bool = True) -> object:
         """`unpatch_all` False only prepares the next use."""
         if unpatch_all:
-            self.slot.unload()
+            self._evict()
         return self.model
+
+    def _evict(self) -> None:
+        """Give the devices back: for good if ComfyUI unloads everything, else so that the next use is quick."""
+        if unloading_everything():
+            self.slot.unload()
+        else:
+            self.slot.park()

@@ -68,11 +68,11 @@ class LoadPipeline(io.ComfyNode):
         facts = planner.check_pipeline(path, config)
         layout = planner.plan(facts, config, dtype=dtype)
         comfy_host.refuse_unnamed_gpus(config, layout)
-        pipeline = ShardedPipeline(GROUPS.slot(layout, planner.model_spec(facts, dtype, layout)))
+        wanted = planner.Wanted(facts=facts, config=config, dtype=dtype)
+        pipeline = ShardedPipeline(GROUPS.slot(layout, planner.model_spec(facts, dtype, layout)), wanted)
         was_loaded = pipeline.slot.loaded
-        progress = comfy_host.NodeProgress(cls.hidden.unique_id)
-        with comfy_host.comfy_errors():
-            info = pipeline.ensure(progress)
+        info = pipeline.ensure(comfy_host.NodeProgress(cls.hidden.unique_id))
+        layout = pipeline.slot.layout  # a smaller one, if ranks ran out of memory
         size = comfy_host.readable_bytes(info.weight_bytes) + _of_which(layout.spec, facts.units)
         done = "already loaded" if was_loaded else f"loaded in {info.seconds:.1f} s"
         comfy_host.say(cls.hidden.unique_id, f"{layout.spec.describe()}, {size}, {done}", layout.reason)

@@ -39,11 +39,13 @@ class EncodePrompt(io.ComfyNode):
     @classmethod
     def execute(cls, pipeline: ShardedPipeline, text: str) -> io.NodeOutput:
         progress = comfy_host.NodeProgress(cls.hidden.unique_id)
-        with comfy_host.comfy_errors():
-            pipeline.ensure(progress)
-            reply = pipeline.slot.call(
-                Encode(slot=pipeline.slot.name, prompt=text), cancelled=comfy_host.interrupted
+        pipeline.ensure(progress)
+        reply = pipeline.staged(
+            lambda on_host: pipeline.slot.call(
+                Encode(slot=pipeline.slot.name, prompt=text, on_host=on_host),
+                cancelled=comfy_host.interrupted,
             )
+        )
         embeds, pooled = (reply.tensors[name].float() for name in ("prompt_embeds", "pooled"))
         return io.NodeOutput([[embeds, {"pooled_output": pooled}]])
 
@@ -137,25 +139,28 @@ class SamplePipeline(io.ComfyNode):
     ) -> io.NodeOutput:
         node_id = cls.hidden.unique_id
         progress = comfy_host.NodeProgress(node_id, comfy_host.flux_latent_format())
-        with comfy_host.comfy_errors():
-            info = pipeline.ensure(progress)
-            tensors, set_guidance = _read_conditioning(positive, info)
-            if latent_image is not None:
-                latent = _read_latent(latent_image, info)
-                batch_size, width, height = _size_of(latent, info)
-                if denoise <= 0:
-                    return io.NodeOutput(latent_image)
-                if denoise < 1:
-                    tensors["latent"] = latent
-            elif denoise < 1:
-                raise Refusal(
-                    f"denoise {denoise} has nothing to keep.",
-                    "Less than 1 keeps a part of the connected latent, and none is connected.",
-                    "Works here: denoise 1, or a latent on latent_image.",
-                )
-            planner.check_size(width, height, info.size_multiple)
-            tokens = (width // info.size_multiple) * (height // info.size_multiple)
-            planner.check_sequences(pipeline.slot.layout.spec, {"picture": tokens})
+        info = pipeline.ensure(progress)
+        tensors, set_guidance = _read_conditioning(positive, info)
+        if latent_image is not None:
+            latent = _read_latent(latent_image, info)
+            batch_size, width, height = _size_of(latent, info)
+            if denoise <= 0:
+                return io.NodeOutput(latent_image)
+            if denoise < 1:
+                tensors["latent"] = latent
+        elif denoise < 1:
+            raise Refusal(
+                f"denoise {denoise} has nothing to keep.",
+                "Less than 1 keeps a part of the connected latent, and none is connected.",
+                "Works here: denoise 1, or a latent on latent_image.",
+            )
+        planner.check_size(width, height, info.size_multiple)
+        tokens = (width // info.size_multiple) * (height // info.size_multiple)
+        planner.check_sequences(pipeline.slot.layout.spec, {"picture": tokens})
+
+        def run() -> Any:
+            if not pipeline.slot.loaded:  # in another layout now
+                pipeline.ensure(progress)
             request = Sample(
                 slot=pipeline.slot.name,
                 seed=seed,
@@ -167,10 +172,12 @@ class SamplePipeline(io.ComfyNode):
                 denoise=denoise,
                 preview=progress.wants_preview,
             )
-            start = time.monotonic()
-            reply = pipeline.slot.call(
+            return pipeline.slot.call(
                 request, tensors, report=progress.report, cancelled=comfy_host.interrupted
             )
+
+        start = time.monotonic()
+        reply = pipeline.with_room(run)
         comfy_host.say(node_id, f"{steps} steps in {time.monotonic() - start:.1f} s")
         return io.NodeOutput({"samples": reply.tensors["samples"]})
 
@@ -196,16 +203,17 @@ class Decode(io.ComfyNode):
     @classmethod
     def execute(cls, pipeline: ShardedPipeline, samples: dict[str, Any]) -> io.NodeOutput:
         progress = comfy_host.NodeProgress(cls.hidden.unique_id)
-        with comfy_host.comfy_errors():
-            info = pipeline.ensure(progress)
-            latent = samples["samples"]
-            _check_channels(latent, info)
-            reply = pipeline.slot.call(
-                DecodeRequest(slot=pipeline.slot.name),
+        info = pipeline.ensure(progress)
+        latent = samples["samples"]
+        _check_channels(latent, info)
+        reply = pipeline.staged(
+            lambda on_host: pipeline.slot.call(
+                DecodeRequest(slot=pipeline.slot.name, on_host=on_host),
                 {"samples": latent},
                 report=progress.report,
                 cancelled=comfy_host.interrupted,
             )
+        )
         images = reply.tensors["images"]
         count, height, width, _ = images.shape
         comfy_host.say(cls.hidden.unique_id, f"{count} of {width} x {height} pixels")

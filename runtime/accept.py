@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from .room import Situation, held_dtype, largest, place, rank_bytes, too_small, usable
-from .spec import AXES, Layout, ParallelSpec, Refusal, divide
+from .room import Situation, available, held_dtype, largest, place, rank_bytes, too_small, usable
+from .spec import AXES, Device, Layout, ParallelSpec, Refusal, divide
 from .verified import CONTEXT_CLASSES, TENSOR_CLASSES
 
 _NOT_BUILT = {
@@ -47,7 +47,7 @@ def check_degrees(spec: ParallelSpec) -> None:
 def accept(situation: Situation, spec: ParallelSpec, reason: str) -> Layout:
     """The layout for this model on these devices, with weighted shares where equal ones have no room, or Refusal."""
     check_degrees(spec)
-    problem = _problem(situation, spec)
+    problem = problem_of(situation, spec)
     if problem:
         raise Refusal(*problem, f"Works instead: {_instead(situation, spec)}.")
     placed = place(situation, spec)
@@ -68,8 +68,8 @@ def most_ulysses(situation: Situation, spec: ParallelSpec) -> int:
     return min(divide(situation.facts.units, spec.shares))
 
 
-def _problem(situation: Situation, spec: ParallelSpec) -> Problem | None:
-    """The first thing that is wrong with well-formed degrees."""
+def problem_of(situation: Situation, spec: ParallelSpec) -> Problem | None:
+    """The first thing that is wrong with well-formed degrees; None if they are accepted."""
     checks = (_copies_of_a_pipeline, _too_many_ranks, _without_plan, _without_heads, _without_room)
     return next((problem for check in checks if (problem := check(situation, spec))), None)
 
@@ -134,23 +134,28 @@ def _without_room(situation: Situation, spec: ParallelSpec) -> Problem | None:
     card, need = too_small(situation, placed.spec, placed.devices)[0]
     return (
         f"{spec.describe()} needs {need / 2**30:.1f} GB for the weights of one rank; {card.label} "
-        f"has {card.total_bytes / 2**30:.1f} GB.",
+        f"has {card.total_bytes / 2**30:.1f} GB{_taken(card)}.",
         "A rank's weights stay on its card and may take 85 % of it: the pictures need the rest.",
     )
 
 
+def _taken(card: Device) -> str:
+    taken = card.total_bytes - available(card)
+    return f", of which other programs hold {taken / 2**30:.0f}" if taken else ""
+
+
 def _instead(situation: Situation, spec: ParallelSpec) -> str:
     """What would be accepted: the two nearest layouts, first of the kind asked for, else other weights or cards."""
-    candidates = sorted(_candidates(situation, spec), key=lambda one: _distance(one, spec))
+    others = sorted(candidates(situation, spec), key=lambda one: _distance(one, spec))
     kinds = dict.fromkeys((_kind(spec), ("tensor",), ("context",), ("tensor", "context")))
     nearest = (
-        next((one for one in candidates if _kind(one) == kind and not _problem(situation, one)), None)
+        next((one for one in others if _kind(one) == kind and not problem_of(situation, one)), None)
         for kind in kinds
     )
     found = [one.describe() for one in nearest if one][:2]
     if found:
         return ", or ".join(found)
-    if not _problem(situation, ParallelSpec()):
+    if not problem_of(situation, ParallelSpec()):
         return "one rank"
     if held_dtype(situation.facts, situation.dtype) == "float32":
         half = msgspec.structs.replace(situation, dtype="bfloat16")
@@ -158,7 +163,7 @@ def _instead(situation: Situation, spec: ParallelSpec) -> str:
     return _larger_machine(situation)
 
 
-def _candidates(situation: Situation, spec: ParallelSpec) -> Iterator[ParallelSpec]:
+def candidates(situation: Situation, spec: ParallelSpec) -> Iterator[ParallelSpec]:
     """All layouts of more than one rank on these devices; with copies only if `spec` has some."""
     most = min(len(situation.devices), _MOST_RANKS)
     for replica in range(1, most + 1 if spec.replica > 1 else 2):

@@ -189,11 +189,11 @@ def _hides_a_ring(situation: Situation, ranks: int) -> bool:
 def _quickest(situation: Situation, specs: Iterator[ParallelSpec] | Sequence[ParallelSpec]) -> ParallelSpec:
     """The layout whose fullest rank has least to do, then the one with the fewest cuts through the weights."""
     return min(
-        specs, key=lambda spec: (_work(situation, spec), spec.tensor, spec.ring), default=ParallelSpec()
+        specs, key=lambda spec: (work(situation, spec), spec.tensor, spec.ring), default=ParallelSpec()
     )
 
 
-def _work(situation: Situation, spec: ParallelSpec) -> Fraction:
+def work(situation: Situation, spec: ParallelSpec) -> Fraction:
     """What the fullest rank does in a step, as a part of the weight matrices' work on one rank.
 
     Ulysses divides attention in whole heads (groups of heads that share keys and values), a ring by tokens. The

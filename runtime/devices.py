@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from .environment import visible_cuda_devices
+from .holders import bytes_by_pid
+from .leftovers import descendants, sees_all_processes
 from .spec import Device, Refusal
 
 _READ, _P2P_OK = 0, 0  # numbers of nvml.h: pynvml's own NVML_P2P_CAPS_INDEX_READ is the tuple (0,) by a slip
@@ -42,16 +45,61 @@ def physical_cards() -> tuple[Device, ...]:
     return tuple(cards)
 
 
+def driver_version() -> str:
+    """The version of NVIDIA's driver, "" without one."""
+    try:
+        import pynvml
+    except ImportError:
+        return ""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ""
+    try:
+        return _text(pynvml.nvmlSystemGetDriverVersion())
+    except (AttributeError, pynvml.NVMLError):
+        return ""
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _text(answer: str | bytes) -> str:
+    """Old versions of the library answer in bytes."""
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+
 def _card(nvml, index: int) -> Device:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
     total = free = 0
+    taken = 0
     # Cards that share the host's memory have none of their own to tell.
     with contextlib.suppress(nvml.NVMLError):
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         total, free = memory.total, memory.free
-    text = [part.decode(errors="replace") if isinstance(part, bytes) else part for part in (uuid, name)]
-    return Device(kind="cuda", index=index, uuid=text[0], name=text[1], total_bytes=total, free_bytes=free)
+        taken = min(_taken(nvml, handle), total - free)
+    return Device(
+        kind="cuda",
+        index=index,
+        uuid=_text(uuid),
+        name=_text(name),
+        total_bytes=total,
+        free_bytes=free,
+        taken_bytes=taken,
+    )
+
+
+def _taken(nvml, handle) -> int:
+    """Bytes of a card that other programs hold: all but this process and what it has started.
+
+    0 where that cannot be said: the driver does not tell, or tells ids that are other processes in this container.
+    """
+    sizes = bytes_by_pid(nvml, handle)
+    ours = {os.getpid(), *descendants(os.getpid())}
+    if not ours & sizes.keys() and not sees_all_processes():
+        return 0
+    return sum(nbytes or 0 for pid, nbytes in sizes.items() if pid not in ours)
 
 
 def _peers(nvml, card: Device, cards: Sequence[Device]) -> tuple[int, ...] | None:
@@ -66,6 +114,11 @@ def _peers(nvml, card: Device, cards: Sequence[Device]) -> tuple[int, ...] | Non
 def _reads(nvml, reader: int, other: int) -> bool:
     first, second = nvml.nvmlDeviceGetHandleByIndex(reader), nvml.nvmlDeviceGetHandleByIndex(other)
     return nvml.nvmlDeviceGetP2PStatus(first, second, _READ) == _P2P_OK
+
+
+def _renumbered() -> str:
+    visible = visible_cuda_devices()
+    return f"; CUDA_VISIBLE_DEVICES ({visible}) renumbers them for ComfyUI only" if visible else ""
 
 
 def cpu_devices(count: int = CPU_SLOTS) -> tuple[Device, ...]:
@@ -103,7 +156,7 @@ def choose_devices(wanted: str, cards: Sequence[Device]) -> tuple[Device, ...]:
     if missing:
         raise Refusal(
             f"There is no GPU {', '.join(map(str, missing))} in this machine.",
-            f"Devices '{wanted}' names physical cards in PCI order, and each must exist.",
+            f"Devices '{wanted}' names physical cards in PCI order, and each must exist{_renumbered()}.",
             f"Cards of this machine: {there}.",
         )
     if len(set(numbers)) != len(numbers):

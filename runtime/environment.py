@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,8 +35,20 @@ def visible_cuda_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def group_environment(devices: tuple[Device, ...]) -> dict[str, str]:
-    """The environment of torchrun and its ranks: the host's own, with the differences named here.
+def cache_directory() -> Path | None:
+    """Where this user's programs keep what they can find out again, None if he has no home. It need not exist."""
+    if named := os.environ.get("XDG_CACHE_HOME", ""):
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return None
+
+
+def group_environment(
+    devices: tuple[Device, ...], variables: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The environment of torchrun and its ranks: the host's own, with the differences named here, and `variables`.
 
     Hub and offline settings (HF_HOME, HF_HUB_OFFLINE, proxies) stay as the user has them.
     """
@@ -63,7 +76,7 @@ def group_environment(devices: tuple[Device, ...]) -> dict[str, str]:
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     else:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
+    return environment | dict(variables or {})
 
 
 _NOT_INHERITED = {
@@ -73,6 +86,16 @@ _NOT_INHERITED = {
     # A model attends as its layout says, and kernels are never downloaded.
     *("DIFFUSERS_ATTN_BACKEND", "DIFFUSERS_TRUST_REMOTE_KERNELS"),
 }
+
+
+def library_settings() -> dict[str, str]:
+    """What is set for torch, NCCL and CUDA, for reports: values that are more than numbers only as "set"."""
+    exact = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "NVIDIA_TF32_OVERRIDE")
+    return {
+        name: value if value.replace(",", "").isdecimal() else "set"
+        for name, value in sorted(os.environ.items())
+        if name in exact or name.startswith(("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_"))
+    }
 
 
 def unsupported_platform() -> str | None:

@@ -1,4 +1,4 @@
-"""The host half: a group of ranks that is started lazily, called, cancelled, watched and closed; and its slots.
+"""The host half: a group of ranks that is started lazily, called, cancelled, watched and closed.
 
     node thread ── call ──> every rank's socket          one call at a time, the same request to all ranks
     reader thread per rank ── replies ──> one inbox ──> node thread
@@ -7,159 +7,69 @@
 An idle rank waits on its socket, never inside a collective. What can break, and what happens then:
 a rank reports an error       the others are cancelled; if they do not come back within a few seconds, all are killed
 a rank's socket closes        the call ends at once with that rank's name; the whole group is killed
+a rank is silent or stuck     the session's watch has all ranks write down their stacks and kills them (`supervision`)
 a call is cancelled           the ranks agree on a step, stop there together and stay warm
 the host dies                 every rank sees its socket close and exits by itself
 After a kill nothing has to be done by hand: the next use of a slot starts the group again and reloads.
+What the group is doing is one value, `state.current`; errors and `snapshot` are made from it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import logging
 import os
-import queue
-import secrets
-import socket
-import struct
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from . import environment, launch, wire
-from .kept import KeptTensors
+from . import environment, healing, launch, machine, wire
+from .healing import Work
+from .idle import IdleTimes, IdleWatch
+from .registry import Registry
+from .session import Session
+from .slots import IsCancelled, Report, Slot, again_if_gone
 from .spec import (
     Cancel,
     Cancelled,
     Device,
     Failure,
     Layout,
-    Load,
     Memory,
-    ModelSpec,
-    Park,
-    Parked,
     Ping,
     Progress,
     RankError,
-    RankOutOfMemory,
     Ready,
     Refusal,
     Request,
     SlotInfo,
     Stats,
-    Unload,
 )
+from .state import GroupState, StateMachine, as_data, memory_lines
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "GROUPS",
+    "IdleTimes",
+    "IdleWatch",
+    "IsCancelled",
+    "Report",
+    "Slot",
+    "Work",
+    "WorkerGroup",
+    "again_if_gone",
+]
 
 log = logging.getLogger("comfyui-sharded")
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 3.0  # for the other ranks, after one has failed
-POLL_SECONDS = 0.05
-
-Report = Callable[[Progress, Mapping[str, "torch.Tensor"]], None]
-IsCancelled = Callable[[], bool]
-
-
-class _Session:
-    """One life of a group: its processes, connections and readers. Never restarted, only replaced."""
-
-    def __init__(self, devices: tuple[Device, ...]):
-        self.devices = devices
-        self.directory = launch.private_directory()
-        self.token = secrets.token_hex(32)
-        self.inbox: queue.SimpleQueue[tuple[int, wire.Message | None]] = queue.SimpleQueue()
-        self.connections: dict[int, wire.Connection] = {}
-        self.pids: dict[int, int] = {}
-        self.ready: dict[int, Ready] = {}
-        self.memory: dict[int, tuple[float, Memory]] = {}
-        self.dead: int | None = None  # the first rank whose socket closed
-        self.closed = False
-        self._listener, address = wire.listen(self.directory)
-        self.pool = wire.BufferPool(address.startswith("unix:") and wire.shared_memory_available())
-        threading.Thread(target=self._accept, name="sharded-listener", daemon=True).start()
-        try:
-            self.processes = launch.Processes(self.directory, address, self.token, devices)
-        except BaseException:
-            self._listener.close()
-            launch.remove_directory(self.directory)
-            raise
-
-    def _accept(self) -> None:
-        while not self.closed:
-            try:
-                newcomer, _ = self._listener.accept()
-            except OSError:
-                return
-            # In a thread of its own: a client that connects and says nothing must not hold up the ranks.
-            threading.Thread(target=self._admit, args=(newcomer,), daemon=True).start()
-
-    def _admit(self, newcomer: socket.socket) -> None:
-        rank = wire.admit(newcomer, self.token)
-        if rank is None or rank in self.connections or rank >= len(self.devices) or self.closed:
-            log.warning("Dropped a client on the group's socket that is not one of its ranks.")
-            newcomer.close()
-            return
-        pid = _peer_pid(newcomer)
-        if pid is not None:
-            self.pids[rank] = pid
-            self.processes.watch(pid)
-        connection = wire.Connection(newcomer, self.pool)
-        self.connections[rank] = connection
-        threading.Thread(
-            target=self._read, args=(rank, connection), name=f"sharded-rank-{rank}", daemon=True
-        ).start()
-
-    def _read(self, rank: int, connection: wire.Connection) -> None:
-        try:
-            while True:
-                message = connection.receive()
-                if isinstance(message.body, Memory) and message.call == 0:
-                    self.memory[rank] = (time.monotonic(), message.body)
-                elif message.body is not None:
-                    self.inbox.put((rank, message))
-                del message  # or the last preview would be held until the next frame
-                connection.flush_releases()
-        except wire.ConnectionLost:
-            if self.dead is None:
-                self.dead = rank
-            self.inbox.put((rank, None))
-
-    def close(self) -> None:
-        self.closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.processes.kill()
-        for connection in list(self.connections.values()):
-            connection.close()
-        self.pool.close()
-        launch.remove_directory(self.directory)
-
-    def log_tail(self, rank: int) -> str:
-        return launch.log_tail(launch.rank_log(self.directory, rank))
-
-    def name(self, rank: int) -> str:
-        pid = f", pid {self.pids[rank]}" if rank in self.pids else ""
-        return f"rank {rank} ({self.devices[rank].label}{pid})"
-
-
-def _peer_pid(sock: socket.socket) -> int | None:
-    """The kernel's word on who is at the other end of a Unix socket; refuses nothing by itself."""
-    if not hasattr(socket, "SO_PEERCRED") or sock.family != socket.AF_UNIX:
-        return None
-    pid, _, _ = struct.unpack(
-        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    )
-    return pid
+FAILED_SECONDS = 0.5  # for another rank to be found dead, after one has failed while the group starts
+PAUSE_SECONDS = 0.2  # between calls, after which ranks are looked at again
 
 
 class WorkerGroup:
@@ -167,16 +77,38 @@ class WorkerGroup:
 
     def __init__(self, devices: tuple[Device, ...]):
         self.devices = devices
-        self.phase = "stopped"  # stopped, starting, ready, or the name of the request that runs
-        self.reason = ""
+        self.state = StateMachine(devices)
         self.slots: dict[str, SlotInfo] = {}  # what the running session holds, as rank 0 reports it
         self.parked: dict[str, SlotInfo] = {}  # what it holds in host RAM instead
         self.layouts: dict[str, Layout] = {}
         self._lock = threading.RLock()
-        self._session: _Session | None = None
+        self._session: Session | None = None
+        self._ended = False  # with its host, for good
         self._call = 0
+        self._answered = 0.0  # when the last call ended, by the monotonic clock
+        self.used_at = time.monotonic()  # when a slot was last used
 
     # ---- life
+
+    @property
+    def id(self) -> str:
+        """What names the group to routes: its devices."""
+        return ",".join(device.key for device in self.devices)
+
+    @property
+    def where(self) -> str:
+        """Its devices as people read them."""
+        return ", ".join(device.label for device in self.devices)
+
+    @contextlib.contextmanager
+    def unless_busy(self) -> Iterator[bool]:
+        """Hold the group if nobody does, and say whether: never waits for a running call."""
+        free = self._lock.acquire(blocking=False)
+        try:
+            yield free
+        finally:
+            if free:
+                self._lock.release()
 
     @property
     def alive(self) -> bool:
@@ -184,40 +116,78 @@ class WorkerGroup:
         session = self._session
         return session is not None and session.dead is None
 
+    @property
+    def phase(self) -> str:
+        """As `/sharded/state` has it: stopped, starting, ready, parked, or the name of the request that runs."""
+        return self.state.current.legacy_phase
+
+    @property
+    def reason(self) -> str:
+        """Why it is stopped; "" while it runs."""
+        return self.state.current.reason
+
     def start(self, report: Report | None = None, cancelled: IsCancelled | None = None) -> None:
         """Start the ranks unless they run. Raises RankError (kind "start") within a minute, or Cancelled."""
         with self._lock:
-            if self.alive:
+            if self._ended:
+                raise Cancelled("ComfyUI is ending.")
+            if self.runs():
                 return
-            self.close(self.reason)
+            self._end()
             if problem := environment.unsupported_platform():
                 raise Refusal(
                     problem,
                     "The ranks are started by torchrun and talk over a Unix socket with shared memory.",
                     "Works here: every stock loader; this pack's nodes stay in the workflow for a Linux machine.",
                 )
-            self.phase = "starting"
-            session = self._session = _Session(self.devices)
-            try:
-                self._await_ready(session, report, cancelled)
-            except BaseException as error:
-                self.close(str(error).partition("\n")[0])
-                raise
-            self.phase, self.reason = "ready", ""
+            machine.first_that_works(self.devices, lambda setting: self._start(setting, report, cancelled))
 
-    def _await_ready(self, session: _Session, report: Report | None, cancelled: IsCancelled | None) -> None:
+    def runs(self) -> bool:
+        """As `alive`; after a pause between calls the ranks' processes are looked at too, which has its price.
+
+        One that was killed frees its memory before its socket closes.
+        """
+        session = self._session
+        if session is None or session.dead is not None:
+            return False
+        return time.monotonic() - self._answered < PAUSE_SECONDS or session.find_lost() is None
+
+    def settle(self) -> None:
+        """Nothing runs now: say whether anything is on the devices. The caller holds the group."""
+        self.state.ready(parked=bool(self.parked) and not self.slots)
+
+    def _start(self, setting: machine.Setting, report: Report | None, cancelled: IsCancelled | None) -> None:
+        self.state.starting()
+        try:
+            session = self._session = Session(
+                self.devices, self.state, dict(setting.variables), self._clear_away
+            )
+            self._await_ready(session, report, cancelled)
+        except RankError as error:
+            self._break(str(error).partition("\n")[0])
+            raise
+        except BaseException as error:  # a cancel, or what the host's progress bar raises
+            self.close(str(error).partition("\n")[0])
+            raise
+        self.settle()
+
+    def _await_ready(self, session: Session, report: Report | None, cancelled: IsCancelled | None) -> None:
         deadline = time.monotonic() + START_SECONDS
         count = len(self.devices)
+        failed: tuple[int, Failure] | None = None
         _tell(report, Progress(phase="starting", done=0, total=count))
         while len(session.ready) < count:
-            rank, message = _next(session)
+            rank, message = session.next_event()
             if message is not None and isinstance(message.body, Ready):
                 session.ready[rank] = message.body
+                self.state.rank_ready(rank)
                 _tell(report, Progress(phase="starting", done=len(session.ready), total=count))
             elif message is not None and isinstance(message.body, Failure):
-                raise self._failed(session, rank, message.body, "starting", kind="start")
+                if failed is None:
+                    # A moment for another that has ended: then this one only lost its connection to it.
+                    failed, deadline = (rank, message.body), time.monotonic() + FAILED_SECONDS
             elif rank >= 0 and message is None:
-                raise self._died(session, rank, "starting")
+                raise self._lost(session, rank)
             elif rank < 0 and session.processes.agent_ended() is not None:
                 tail = launch.log_tail(launch.agent_log(session.directory), 25)
                 raise RankError(
@@ -226,8 +196,12 @@ class WorkerGroup:
             if cancelled is not None and cancelled():
                 raise Cancelled("Cancelled while the group was starting.")
             if time.monotonic() > deadline:
-                late = [r for r in range(count) if r not in session.ready]
-                tails = "\n".join(f"{session.name(r)}:\n{session.log_tail(r)}" for r in late)
+                if failed is not None:
+                    raise self._failed_start(session, *failed)
+                late = session.late()
+                session.write_stacks()
+                ranks = self.state.current.ranks
+                tails = "\n".join(f"{ranks[r].name}:\n{session.log_tail(r, 25)}" for r in late)
                 raise RankError(
                     f"Rank {', '.join(map(str, late))} of {count} was not ready after {START_SECONDS:.0f} s.\n"
                     f"Its last lines say what it waited for.\nQueue the prompt again to retry.\n\n{tails}",
@@ -235,15 +209,48 @@ class WorkerGroup:
                     kind="start",
                 )
 
+    def _failed_start(self, session: Session, rank: int, failure: Failure) -> ShardedException:
+        if (lost := session.find_lost()) is not None:
+            return self._lost(session, lost)
+        kind = machine.BROKEN if failure.kind == machine.BROKEN else "start"
+        return self._failed(session, rank, failure, kind=kind)
+
     def close(self, reason: str = "") -> None:
         """End all ranks at once; slots are empty afterwards. Idempotent."""
         with self._lock:
-            session, self._session = self._session, None
-            self.slots.clear()
-            self.parked.clear()
-            self.phase, self.reason = "stopped", reason
-            if session is not None:
-                session.close()
+            self._end()
+            self.state.ended(reason)
+
+    def _clear_away(self, session: Session) -> None:
+        """A rank was lost. Who runs a call sees it himself; an idle group has nobody else to end what is left."""
+        with self.unless_busy() as free:
+            if free and self._session is session:
+                self._break(self.reason)
+
+    def _break(self, reason: str) -> None:
+        """End all ranks because of what happened; the next use starts them again."""
+        self._end()
+        self.state.broken(reason)
+
+    def _end(self) -> None:
+        session, self._session = self._session, None
+        self.slots.clear()
+        self.parked.clear()
+        if session is not None:
+            session.close()
+
+    def end(self) -> None:
+        """The host ends: end all ranks now, though a call may run in another thread. It starts none again."""
+        self._ended = True
+        if (session := self._session) is not None:
+            session.close()
+
+    def abandon(self) -> None:
+        """In a process that was forked from the host: leave the ranks to the host, and never touch them."""
+        session, self._session = self._session, None
+        self._lock = threading.RLock()
+        if session is not None:
+            session.abandon()
 
     # ---- calls
 
@@ -254,29 +261,44 @@ class WorkerGroup:
         *,
         report: Report | None = None,
         cancelled: IsCancelled | None = None,
+        start: bool = True,
     ) -> dict[int, wire.Message]:
         """Send `request` to every rank and wait; the replies by rank.
 
         Raises Cancelled when `cancelled` said so and the ranks agreed, RankError when a rank failed or died. What
-        `report` raises is raised here too, after the ranks have stopped. The group starts if it does not run.
+        `report` raises is raised here too, after the ranks have stopped. The group starts if it does not run,
+        unless `start` is False: then that is a RankError too (kind "died").
         """
         with self._lock:
-            self.start(report, cancelled)
+            if start:
+                self.start(report, cancelled)
+            elif not self.alive:
+                raise RankError("The group does not run.", kind="died")
             session = self._session
             assert session is not None
             self._call += 1
-            self.phase = type(request).__name__.lower()
+            name = type(request).__name__.lower()
+            self.state.busy(name, _DOING.get(name, "answering"), getattr(request, "slot", ""))
             try:
-                with session.pool.stage(tensors or {}) as staged:
-                    for connection in session.connections.values():
-                        with contextlib.suppress(
-                            wire.ConnectionLost
-                        ):  # the reader reports it with the rank's name
-                            connection.send(self._call, request, staged)
-                return self._collect(session, report, cancelled)
+                with session.call_on_all():
+                    if unsent := self._send(session, request, tensors or {}):
+                        raise self._lost(session, unsent[0], kind="gone")
+                    return self._collect(session, report, cancelled)
             finally:
+                self._answered = time.monotonic()
                 if self._session is session:
-                    self.phase = "ready"
+                    self.settle()
+
+    def _send(self, session: Session, request: Request, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+        """Send a request to all ranks; those that were gone before it reached them."""
+        unsent = []
+        with session.pool.stage(tensors) as staged:
+            for rank, connection in session.connections.items():
+                try:
+                    connection.send(self._call, request, staged)
+                except wire.ConnectionLost:
+                    unsent.append(rank)
+        return unsent
 
     def cancel(self) -> None:
         """Ask the ranks to stop the running call at the next boundary. Returns at once; safe from any thread."""
@@ -286,9 +308,8 @@ class WorkerGroup:
                     connection.send(self._call, Cancel())
 
     def _collect(
-        self, session: _Session, report: Report | None, cancelled: IsCancelled | None
+        self, session: Session, report: Report | None, cancelled: IsCancelled | None
     ) -> dict[int, wire.Message]:
-        doing = self.phase
         replies: dict[int, wire.Message] = {}
         failures: dict[int, Failure] = {}
         progress: dict[int, Progress] = {}
@@ -296,9 +317,9 @@ class WorkerGroup:
         asked_to_stop = False
         give_up = float("inf")
         while len(replies) + len(failures) < len(session.connections):
-            rank, message = _next(session)
+            rank, message = session.next_event()
             if message is None and rank >= 0:
-                raise self._died(session, rank, doing)
+                raise self._lost(session, rank)
             if message is not None and message.call == self._call:
                 if isinstance(message.body, Progress):
                     progress[rank] = message.body
@@ -314,8 +335,10 @@ class WorkerGroup:
                             raised = error
                 elif isinstance(message.body, Failure):
                     failures[rank] = message.body
+                    session.answered(rank)
                 else:
                     replies[rank] = message
+                    session.answered(rank)
             real = [f for f in failures.values() if f.kind != "cancelled"]
             if not asked_to_stop and (real or raised is not None or (cancelled is not None and cancelled())):
                 asked_to_stop = True
@@ -323,66 +346,76 @@ class WorkerGroup:
             if real and give_up == float("inf"):
                 give_up = time.monotonic() + GRACE_SECONDS
             if time.monotonic() > give_up:
+                if (lost := session.find_lost()) is not None:
+                    raise self._lost(session, lost)  # what the others report follows from that
                 break
         try:
-            self._raise_failures(session, len(replies), failures, doing)
+            self._raise_failures(session, len(replies), failures)
             if raised is not None:
                 raise raised
         finally:
             # Its traceback leads here, and a cycle would keep all that its frames hold until the collector comes.
             del raised
         if failures:
-            raise Cancelled(f"Cancelled while {_ing(doing)}.")
+            raise Cancelled(f"Cancelled while {self.state.current.doing}.")
         return replies
 
-    def _raise_failures(
-        self, session: _Session, replies: int, failures: dict[int, Failure], doing: str
-    ) -> None:
+    def _raise_failures(self, session: Session, replies: int, failures: dict[int, Failure]) -> None:
         """Raise what a rank has reported, unless all of them just stopped. Ends the group if one did not answer."""
         real = {rank: f for rank, f in failures.items() if f.kind != "cancelled"}
         if not real:
             return
         rank = min(real, key=lambda r: (real[r].kind != "memory", r))
-        error = self._failed(session, rank, real[rank], doing)
+        error = self._failed(session, rank, real[rank])
         if any(failure.kind == "empty" for failure in real.values()):
             # Host and ranks disagree about what is held: load again on the next use.
             self.slots.clear()
             self.parked.clear()
         if replies + len(failures) < len(session.connections):
-            self.close(str(error).partition("\n")[0])
+            self._break(str(error).partition("\n")[0])
         try:
             raise error
         finally:
             del error  # as in _collect
 
-    def _died(self, session: _Session, rank: int, doing: str) -> RankError:
-        """The error for a rank whose socket closed; ends the group."""
+    def _lost(self, session: Session, rank: int, kind: str = "") -> RankError:
+        """The error for a rank that is gone, silent or stuck; ends the group."""
+        state, verdict = self.state.current, session.verdict
         first = session.dead if session.dead is not None else rank
-        name, tail = session.name(first), session.log_tail(first)
-        text = (
-            f"{name[0].upper()}{name[1:]} died while {_ing(doing)}.\n"
-            "Its process ended without an error of its own: killed from outside, or by the system for memory.\n"
-            "Queue the prompt again: the group starts anew by itself."
-        )
-        self.close(text.partition("\n")[0])
-        return RankError(
-            f"{text}\n\nLast lines of its log:\n{tail}" if tail else text, rank=first, kind="died"
-        )
+        doing = state.doing or state.phase
+        name, when = state.ranks[first].name, f"{state.seconds:.1f} s after that began"
+        if verdict is None:
+            headline = f"{name} died while {doing}, {when}."
+            cause = "Its process ended without an error of its own: killed from outside, or by the system for memory."
+            lines = 12
+        else:
+            headline = f"{name} was {verdict.kind} while {doing}, {when}: {verdict.why}."
+            cause = "All ranks were ended; the log says where this one was, and what it had written before."
+            lines = 40
+        text = f"{headline}\n{cause}\nQueue the prompt again: the group starts anew by itself."
+        detail = _details(state, session.log_tail(first, lines))
+        self._break(headline)
+        kind = kind or (verdict.kind if verdict else "died")
+        return RankError(text + detail, rank=first, kind=kind)
 
     def _failed(
-        self, session: _Session, rank: int, failure: Failure, doing: str, kind: str | None = None
+        self, session: Session, rank: int, failure: Failure, kind: str | None = None
     ) -> ShardedException:
         """The exception for what a rank reported."""
         if failure.kind == "refused":
             what, why, instead = (failure.message.split("\n") + ["", ""])[:3]
             return Refusal(what, why, instead)
-        name = session.name(rank)
-        tail = session.log_tail(rank)
-        text = f"{name[0].upper()}{name[1:]} failed while {_ing(doing)}: {failure.message}"
+        state = self.state.current
+        one, doing = state.ranks[rank], state.doing or state.phase
         detail = f"\n\nOn the rank:\n{failure.traceback}" if failure.traceback else ""
-        detail += f"\n\nLast lines of its log:\n{tail}" if tail else ""
-        error = RankOutOfMemory if failure.kind == "memory" else RankError
-        return error(text + detail, rank=rank, kind=kind or failure.kind, traceback=failure.traceback)
+        detail += _details(state, session.log_tail(rank))
+        if failure.kind == "memory" and kind is None:
+            pids = {other.rank: other.pid for other in state.ranks if other.pid is not None}
+            return healing.out_of_memory(
+                rank, one.name, self.devices[rank], doing, failure, one.memory, pids, detail
+            )
+        text = f"{one.name} failed while {doing}, {state.seconds:.1f} s after that began: {failure.message}"
+        return RankError(text + detail, rank=rank, kind=kind or failure.kind, traceback=failure.traceback)
 
     # ---- what a person may want to know
 
@@ -397,25 +430,10 @@ class WorkerGroup:
     def snapshot(self) -> dict[str, Any]:
         """The group as plain data, from what is known already: never waits for a rank."""
         session = self._session
-        ranks = []
-        for rank, device in enumerate(self.devices):
-            age, memory = session.memory.get(rank, (0.0, Memory())) if session else (0.0, Memory())
-            ranks.append(
-                {
-                    "rank": rank,
-                    "pid": session.pids.get(rank) if session else None,
-                    "device": device.key,
-                    "label": device.label,
-                    "state": _rank_state(session, rank),
-                    "memory": msgspec.to_builtins(memory),
-                    "memory_age": round(time.monotonic() - age, 1) if age else None,
-                }
-            )
         return {
-            "phase": self.phase,
-            "reason": self.reason,
+            "id": self.id,
             "agent_pid": session.processes.agent_pid if session and hasattr(session, "processes") else None,
-            "ranks": ranks,
+            **as_data(self.state.current),
             "slots": [
                 {
                     "name": name,
@@ -434,7 +452,7 @@ class WorkerGroup:
 
 ShardedException = RankError | Refusal
 
-_ING = {
+_DOING = {
     "load": "loading",
     "encode": "encoding",
     "sample": "sampling",
@@ -443,27 +461,15 @@ _ING = {
     "verify": "verifying",
     "park": "parking",
     "unload": "unloading",
+    "measure": "measuring",
 }
 
 
-def _ing(phase: str) -> str:
-    return _ING.get(phase, phase)
-
-
-def _rank_state(session: _Session | None, rank: int) -> str:
-    if session is None:
-        return "stopped"
-    if session.dead == rank:
-        return "dead"
-    return "ready" if rank in session.ready else "starting"
-
-
-def _next(session: _Session) -> tuple[int, wire.Message | None]:
-    """The next event of any rank; (-1, None) after a moment without one."""
-    try:
-        return session.inbox.get(timeout=POLL_SECONDS)
-    except queue.Empty:
-        return -1, None
+def _details(state: GroupState, tail: str) -> str:
+    """What every error ends with: the memory of each device, and the last lines of the rank's log."""
+    memory = memory_lines(state)
+    told = f"\n\nMemory, as the ranks last told it:\n{memory}" if memory else ""
+    return f"{told}\n\nLast lines of its log:\n{tail}" if tail else told
 
 
 def _tell(report: Report | None, progress: Progress) -> None:
@@ -479,180 +485,7 @@ def _together(progress: Mapping[int, Progress]) -> Progress:
     return progress[min(progress)]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Slots and the registry
-
-
-class Slot:
-    """A model on a group of devices. Survives its group: it starts, restarts and reloads as needed."""
-
-    def __init__(self, name: str, layout: Layout, model: ModelSpec):
-        self.name, self.layout, self.model = name, layout, model
-        self.kept = KeptTensors()
-        # Not at exit: the groups are closed then anyway, and no thread can be started any more.
-        weakref.finalize(self, _release_later, name, layout.devices).atexit = False
-
-    def ensure(self, report: Report | None = None, cancelled: IsCancelled | None = None) -> SlotInfo:
-        """Make the model resident; does nothing if it is. What rank 0 holds: another object after each load."""
-        with self.held(report, cancelled) as (info, _):
-            return info
-
-    def call(
-        self,
-        request: Request,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        *,
-        report: Report | None = None,
-        cancelled: IsCancelled | None = None,
-    ) -> wire.Message:
-        """Run `request` on the loaded model; the reply of rank 0."""
-        with self.held(report, cancelled) as (_, group):
-            return group.call(request, tensors, report=report, cancelled=cancelled)[0]
-
-    @contextlib.contextmanager
-    def held(
-        self, report: Report | None = None, cancelled: IsCancelled | None = None
-    ) -> Iterator[tuple[SlotInfo, WorkerGroup]]:
-        """The loaded model's group for several calls that nothing may come between; and what rank 0 holds."""
-        # Before the group's lock: who closes a group holds the registry's and waits for the group's.
-        group = GROUPS.group(self.layout.devices)
-        with group._lock:
-            info = self._loaded_on(group, report, cancelled)
-            try:
-                yield info, group
-            except BaseException:
-                # What came with the call may have reached the ranks or not: the next one starts from nothing.
-                self.kept.belong_to(None)
-                raise
-
-    def _loaded_on(
-        self, group: WorkerGroup, report: Report | None, cancelled: IsCancelled | None
-    ) -> SlotInfo:
-        group.start(report, cancelled)
-        if self.name not in group.slots:
-            GROUPS.unload_unheld(group)
-            group.parked.pop(self.name, None)
-            request = Load(slot=self.name, model=self.model, parallel=self.layout.spec)
-            try:
-                info = group.call(request, report=report, cancelled=cancelled)[0].body
-            except BaseException:
-                # Whoever was stopped may have been through already, and would hold what nobody here knows of.
-                _unload(group, self.name)
-                raise
-            assert isinstance(info, SlotInfo)
-            group.layouts[self.name] = self.layout
-            group.slots[self.name] = info
-        return group.slots[self.name]
-
-    def park(self) -> None:
-        """Take the model off its devices, into host RAM if that has room. It comes back on the next use."""
-        group = GROUPS.find(self.layout.devices)
-        if group is None:
-            return
-        with group._lock:
-            info = group.slots.pop(self.name, None)
-            if info is None or not group.alive:
-                return
-            self.kept.belong_to(None)
-            try:
-                answers = [message.body for message in group.call(Park(slot=self.name)).values()]
-            except RankError as error:
-                log.warning("%s could not be parked: %s", self.name, str(error).partition("\n")[0])
-                _unload(group, self.name)
-                return
-            if all(isinstance(answer, Parked) and answer.in_host_memory for answer in answers):
-                group.parked[self.name] = info
-            log.info("%s %s.", "Parked" if self.name in group.parked else "Dropped", self.name)
-
-    def unload(self) -> None:
-        """Give the model's memory back; the slot can be used again and then reloads."""
-        group = GROUPS.find(self.layout.devices)
-        if group is None:
-            return
-        with group._lock:
-            self.kept.belong_to(None)
-            if self.name in group.slots or self.name in group.parked:
-                log.info("Unloading %s.", self.name)
-                _unload(group, self.name)
-
-    @property
-    def loaded(self) -> bool:
-        group = GROUPS.find(self.layout.devices)
-        return group is not None and group.alive and self.name in group.slots
-
-
-def _unload(group: WorkerGroup, name: str) -> None:
-    """Empty a slot, on the ranks if they run. The caller holds the group's lock."""
-    group.slots.pop(name, None)
-    group.parked.pop(name, None)
-    if group.alive:
-        with contextlib.suppress(RankError):
-            group.call(Unload(slot=name))
-
-
-def _release_later(name: str, devices: tuple[Device, ...]) -> None:
-    """Unload a slot nobody holds any more. In a thread: a finalizer may run inside any other call."""
-    group = GROUPS.find(devices)
-    if group is not None and (name in group.slots or name in group.parked):
-        threading.Thread(target=GROUPS.unload_unheld, args=(group,), daemon=True).start()
-
-
-class Registry:
-    """All groups of this host, by their devices; outlives every graph. A device belongs to one group at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._groups: dict[tuple[str, ...], WorkerGroup] = {}
-        self._slots: weakref.WeakValueDictionary[str, Slot] = weakref.WeakValueDictionary()
-
-    def group(self, devices: tuple[Device, ...]) -> WorkerGroup:
-        """The group of exactly these devices; groups that hold one of them are closed first."""
-        key = _key(devices)
-        with self._lock:
-            for other_key in [k for k in self._groups if k != key and set(k) & set(key)]:
-                self._groups.pop(other_key).close("Its devices were needed by another layout.")
-            if key not in self._groups:
-                self._groups[key] = WorkerGroup(devices)
-            return self._groups[key]
-
-    def find(self, devices: tuple[Device, ...]) -> WorkerGroup | None:
-        return self._groups.get(_key(devices))
-
-    def slot(self, layout: Layout, model: ModelSpec) -> Slot:
-        """The slot for this model in this layout; the same object as long as anyone holds it."""
-        content = msgspec.json.encode((layout.spec, _key(layout.devices), model))
-        name = f"{os.path.basename(model.path)}-{hashlib.sha256(content).hexdigest()[:8]}"
-        with self._lock:
-            slot = self._slots.get(name)
-            if slot is None:
-                slot = self._slots[name] = Slot(name, layout, model)
-            return slot
-
-    def unload_unheld(self, group: WorkerGroup) -> None:
-        """Unload what nothing refers to any more. A slot that was asked for again meanwhile stays as it is."""
-        with group._lock:
-            for name in [*group.slots, *group.parked]:
-                if name not in self._slots:
-                    log.info("Unloading %s: nothing refers to it any more.", name)
-                    _unload(group, name)
-
-    def groups(self) -> list[WorkerGroup]:
-        with self._lock:
-            return list(self._groups.values())
-
-    def snapshot(self) -> list[dict[str, Any]]:
-        return [group.snapshot() for group in self.groups()]
-
-    def close_all(self) -> None:
-        with self._lock:
-            for group in self._groups.values():
-                group.close("The host ended.")
-            self._groups.clear()
-
-
-def _key(devices: tuple[Device, ...]) -> tuple[str, ...]:
-    return tuple(device.key for device in devices)
-
-
-GROUPS = Registry()
-atexit.register(GROUPS.close_all)
+GROUPS = Registry(WorkerGroup)
+atexit.register(GROUPS.end)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=GROUPS.abandon)

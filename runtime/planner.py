@@ -19,9 +19,11 @@ from .devices import choose_devices, default_cpu_ranks, physical_cards
 from .folder import inspect_pipeline
 from .plan_text import read_plan_text
 from .room import Situation, held_dtype, rank_bytes
+from .smaller import smaller
 from .spec import STRATEGIES, Device, Layout, ModelFacts, ModelSpec, ParallelConfig, ParallelSpec, Refusal
 
 if TYPE_CHECKING:
+    from .slots import IsCancelled, Report
     from .transformer import TransformerFile
 
 
@@ -49,10 +51,7 @@ def plan(
     error, so that a workflow with a plan also runs on one card.
     """
     check_config(config)
-    devices = choose_devices(config.devices, physical_cards() if cards is None else cards)
-    if config.strategy != "manual" and devices[0].kind == "cpu":
-        devices = devices[: default_cpu_ranks()]
-    situation = Situation(facts=facts, devices=devices, dtype=dtype, tensor_plan=config.tensor_plan)
+    situation = _situation(facts, config, cards, dtype)
     if config.strategy == "manual":
         spec, reason = config.degrees, "as set on the Parallel Config"
     else:
@@ -69,6 +68,64 @@ def plan(
         spec, attention=attention, tensor_plan=config.tensor_plan if spec.tensor > 1 else ""
     )
     return accept(situation, spec, reason)
+
+
+def _situation(
+    facts: ModelFacts, config: ParallelConfig, cards: Sequence[Device] | None, dtype: str
+) -> Situation:
+    devices = choose_devices(config.devices, physical_cards() if cards is None else cards)
+    if config.strategy != "manual" and devices[0].kind == "cpu":
+        devices = devices[: default_cpu_ranks()]
+    return Situation(facts=facts, devices=devices, dtype=dtype, tensor_plan=config.tensor_plan)
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """A model and what was asked for it: all it takes to plan once more, after it ran out of memory."""
+
+    facts: ModelFacts
+    config: ParallelConfig
+    dtype: str = "auto"
+
+    @property
+    def may_change(self) -> bool:
+        """Whether another layout may be tried without asking: degrees set by hand are kept."""
+        return self.config.strategy != "manual"
+
+
+def smaller_layouts(
+    wanted: Wanted,
+    layout: Layout,
+    *,
+    tried: int = 0,
+    allocated: int = 0,
+    cards: Sequence[Device] | None = None,
+) -> tuple[Layout, ...]:
+    """Layouts that need less memory than `layout`, which ran out of it; the best first, none if there are none.
+
+    In bytes and as far as known (0: not): `tried` was wanted when a rank held `allocated` in all.
+    """
+    facts, dtype = wanted.facts, wanted.dtype
+    situation = _situation(facts, wanted.config, cards, dtype)
+    computing = max(0, allocated - rank_bytes(facts, dtype, layout.spec)) if allocated else 0
+    reason = f"{layout.spec.describe()} ran out of memory"
+    return tuple(
+        accept(situation, spec, reason)
+        for spec in smaller(situation, layout.spec, tried=tried, computing=computing)
+    )
+
+
+def smaller_advice(wanted: Wanted, layout: Layout, others: Sequence[Layout]) -> str:
+    """What to say of `others` after `layout` ran out of memory, and of everything else that helps."""
+    here = layout.spec.describe()
+    if not others:
+        return f"No layout of this model on these devices needs less memory than {here}."
+    sizes = [rank_bytes(wanted.facts, wanted.dtype, one.spec) / 2**30 for one in (layout, *others[:2])]
+    told = [f"{one.spec.describe()} ({size:.1f} GB)" for one, size in zip(others, sizes[1:], strict=False)]
+    by_itself = "" if wanted.may_change else " Any strategy but manual tries that by itself."
+    return (
+        f"Less memory is needed by {', or '.join(told)}: that is, of weights on a rank; "
+        f"{here} has {sizes[0]:.1f} GB.{by_itself}"
+    )
 
 
 def check_tensor_plan(text: str) -> None:
@@ -152,3 +209,19 @@ def idle_replicas(spec: ParallelSpec, calls: int, batch: int) -> str:
         f"replica {spec.replica} brings nothing here: at CFG 1 a step is one call for one picture. "
         f"tensor or ulysses {spec.replica} would speed it up, so would a batch."
     )
+
+
+class Examined(msgspec.Struct, frozen=True, kw_only=True):
+    """What the doctor says: the whole report, and its verdict in one sentence."""
+
+    report: str
+    verdict: str
+
+
+def examine_machine(devices: str, comfyui: str, report: Report, cancelled: IsCancelled) -> Examined:
+    """What the doctor finds on these devices of the machine; `runtime.doctor` says what and how."""
+    from .doctor.examine import examine  # runs a group of its own, which no plan needs
+    from .doctor.text import report as text_of
+
+    findings = examine(devices, comfyui, report=report, cancelled=cancelled)
+    return Examined(report=text_of(findings), verdict=findings.verdict)

@@ -70,13 +70,17 @@ def held_dtype(facts: ModelFacts, dtype: str) -> str:
 
 
 def usable(device: Device) -> int:
-    """What weights may take of a card: the rest is for activations, the driver and a display. 0 is unknown.
+    """What weights may take of a card: the rest is for activations, the driver and a display. 0 is unknown."""
+    return int(available(device) * 0.85)
 
-    By what the card has, not by what is free now: ComfyUI makes room for a load, the driver does not tell its memory
-    from other programs', and a choice that depended on the moment would load the model anew each time. Who keeps a
-    card for something else leaves it out of `devices`.
+
+def available(device: Device) -> int:
+    """Bytes of a card that are not other programs'. 0 is unknown.
+
+    Not what is free now: ComfyUI and the groups make room for a load. And other programs count in whole GB, for a
+    choice that followed every change of theirs would load the model anew each time.
     """
-    return int(device.total_bytes * 0.85)
+    return max(0, device.total_bytes - device.taken_bytes // 2**30 * 2**30)
 
 
 def holds(device: Device, need: int) -> bool:
@@ -85,8 +89,8 @@ def holds(device: Device, need: int) -> bool:
 
 
 def largest(devices: Sequence[Device], count: int) -> tuple[Device, ...]:
-    """The `count` devices with the most memory, in their given order."""
-    chosen = sorted(devices, key=lambda device: -device.total_bytes)[:count]
+    """The `count` devices with the most memory for us, in their given order."""
+    chosen = sorted(devices, key=lambda device: -available(device))[:count]
     return tuple(device for device in devices if device in chosen)
 
 
@@ -99,7 +103,7 @@ def too_small(
     """
     needs = [(card, rank_bytes(situation.facts, situation.dtype, spec, r)) for r, card in enumerate(devices)]
     small = [(card, need) for card, need in needs if card.total_bytes and not holds(card, need)]
-    return sorted(small, key=lambda pair: pair[0].total_bytes)
+    return sorted(small, key=lambda pair: available(pair[0]))
 
 
 def place(situation: Situation, spec: ParallelSpec) -> Placement:
@@ -128,7 +132,7 @@ def _weighted(situation: Situation, devices: Sequence[Device]) -> Iterator[tuple
     whole, divided = _whole_and_divided(facts, situation.dtype)
     if len(devices) == 1 or not divided or not all(card.total_bytes for card in devices):
         return
-    yield tuple(max(1, round(card.total_bytes / 2**30)) for card in devices), "GB"
+    yield tuple(max(1, round(available(card) / 2**30)) for card in devices), "GB"
     heads = [(usable(card) - whole) * facts.units // divided for card in devices]
     if min(heads) >= 1 and sum(heads) >= facts.units:
         yield divide(facts.units, heads), "key/value heads" if facts.head_groups else "heads"

@@ -52,7 +52,8 @@ class RankError(ShardedError):
     """A rank failed or died during a call.
 
     `rank` is the culprit, `kind` is one of "refused", "cancelled", "memory", "empty" (a slot it does not
-    hold), "failed", "died", "start".
+    hold), "collectives" (the ranks do not reach each other), "failed", "died", "gone" (dead before the call
+    reached it), "silent", "stuck", "start", "given up" (it has failed too often to be tried now).
     """
 
     __module__ = "sharded"
@@ -63,9 +64,30 @@ class RankError(ShardedError):
 
 
 class RankOutOfMemory(RankError):
-    """A rank ran out of device memory."""
+    """A rank ran out of device memory.
+
+    `tried` is what it wanted and `allocated` what it held in tensors, in bytes; 0 is unknown.
+    """
 
     __module__ = "sharded"
+
+    def __init__(
+        self,
+        summary: str,
+        detail: str = "",
+        *,
+        rank: int = -1,
+        tried: int = 0,
+        allocated: int = 0,
+        **others: str,
+    ):
+        super().__init__(summary + detail, rank=rank, kind="memory", **others)
+        self.summary, self.tried, self.allocated = summary, tried, allocated
+
+    def advise(self, advice: str) -> None:
+        """Put what can be done between what happened and the details."""
+        self.args = (f"{self.summary}\n{advice}{str(self)[len(self.summary) :]}",)
+        self.summary = f"{self.summary}\n{advice}"
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -150,6 +172,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """A device that one rank can own. `index` is the physical card in PCI order (for "cpu" just a count).
 
+    `taken_bytes` are held by other programs than this host and its groups, as far as the driver tells.
     `peers` are the indices of the cards it reaches directly (NVLink, or PCIe with peer access); None is unknown.
     """
 
@@ -159,6 +182,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     total_bytes: int = 0
     free_bytes: int = 0
+    taken_bytes: int = 0
     peers: tuple[int, ...] | None = None
 
     @property
@@ -234,10 +258,14 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Encode a prompt. Reply tensors of rank 0: `prompt_embeds` [1, T, D], `pooled` [1, P]."""
+    """Encode a prompt. Reply tensors of rank 0: `prompt_embeds` [1, T, D], `pooled` [1, P].
+
+    `on_host` computes in host RAM: after the device had no room for it.
+    """
 
     slot: str
     prompt: str
+    on_host: bool = False
 
 
 class Sample(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -260,9 +288,13 @@ class Sample(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Decode tensor `samples` [B, C, h, w] in VAE space. Reply tensor: `images` [B, H, W, 3] float32 in 0..1."""
+    """Decode tensor `samples` [B, C, h, w] in VAE space. Reply tensor: `images` [B, H, W, 3] float32 in 0..1.
+
+    `on_host` as in Encode.
+    """
 
     slot: str
+    on_host: bool = False
 
 
 class TensorRef(msgspec.Struct, frozen=True, array_like=True):
@@ -336,6 +368,18 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Ask for each rank's memory. Reply: Memory."""
 
 
+EXCHANGES = ("all_reduce", "all_gather", "all_to_all", "ring")  # the kinds of collectives that layouts use
+
+
+class Measure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Time each kind of EXCHANGES with messages of `sizes` bytes, and check what arrives. Reply: Measured.
+
+    Progress: "measuring", one for each kind and size, in the order of the kinds.
+    """
+
+    sizes: tuple[int, ...]
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answer every tensor with each byte inverted: shows that both directions of the wire carry every byte."""
 
@@ -344,7 +388,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Stop the call that this frame's number names, at the next boundary, on all ranks together. No reply."""
 
 
-Request = Load | Encode | Sample | Decode | Forward | Verify | Park | Unload | Stats | Ping | Cancel
+Request = Load | Encode | Sample | Decode | Forward | Verify | Park | Unload | Stats | Measure | Ping | Cancel
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -359,6 +403,24 @@ class Memory(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     device_used: int | None = None
     device_total: int | None = None
     host: int | None = None
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What each rank says every second, unasked, in frames of call 0: that it lives, and how far it has come.
+
+    `beat` counts these messages. `doing` is the operation in a word ("starting", "loading", "sampling", ...), "" while
+    the rank is idle. `progress` is a count that grows with bytes read, blocks finished and steps made, and
+    `collectives` the number of collectives entered in this call; both only compare, and on CUDA they are the device's.
+    `slowest` is the longest time in seconds between two advances of `progress` in this operation so far, 0.0 while
+    it warms up and nothing can be said about it.
+    """
+
+    memory: Memory
+    beat: int
+    doing: str
+    progress: int
+    collectives: int
+    slowest: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -410,6 +472,23 @@ class Parked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     in_host_memory: bool
 
 
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of collective as one rank saw it: seconds of one with messages of `nbytes`, and did all of it arrive?"""
+
+    kind: str
+    nbytes: int
+    seconds: float
+    right: bool
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What one rank measured. `arithmetic` is how far its device is from double precision on the CPU, as max_rel."""
+
+    exchanges: tuple[Exchange, ...]
+    arithmetic: float
+    libraries: dict[str, str]
+
+
 class Progress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How far a call has come. Loading counts bytes of this rank, sampling steps, decoding images."""
 
@@ -430,7 +509,19 @@ class Failure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     traceback: str = ""
 
 
-Reply = Memory | Ready | SlotInfo | Forwarded | Verified | Parked | Progress | Done | Failure
+Reply = (
+    Memory
+    | Heartbeat
+    | Ready
+    | SlotInfo
+    | Forwarded
+    | Verified
+    | Parked
+    | Measured
+    | Progress
+    | Done
+    | Failure
+)
 Body = Request | Reply
 
 

@@ -25,10 +25,11 @@ import struct
 import threading
 import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -41,6 +42,7 @@ _PREFIX = struct.Struct("<IQ")  # header bytes, payload bytes
 _HELLO = struct.Struct("<8s32sI")  # magic, token, rank
 _MAGIC = b"SHARDED1"
 _MAX_HEADER = 16 << 20
+_MAX_DIMS = 64  # of a tensor, as in torch's own iterators
 _MAX_DESCRIPTORS = 128  # per frame; Linux allows 253 in one message
 SHARE_FROM = 64 << 10  # bytes; smaller tensors are cheaper inside the frame
 _ITEM_BYTES = {
@@ -50,6 +52,7 @@ _ITEM_BYTES = {
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }
+Filled = TypeVar("Filled", bytearray, memoryview)
 _KEEP_IDLE = 2 << 30  # bytes of unused buffers one pool keeps for the next call
 
 
@@ -392,7 +395,7 @@ class Connection:
                 raise ConnectionLost(f"a frame header of {header_length} bytes")
             header = self._decoder.decode(self._read(bytearray(header_length)))
             for (number, size), descriptor in zip(header.opened, descriptors, strict=True):
-                self._mapped[number] = mmap.mmap(descriptor, size)
+                self._mapped[number] = _mapped(descriptor, size)
             if sum(_inline_bytes(tensor) for tensor in header.tensors) != payload_length:
                 raise ConnectionLost("a frame whose payload has another length than its tensors")
             tensors = {tensor.name: self._tensor(tensor) for tensor in header.tensors}
@@ -414,7 +417,7 @@ class Connection:
         """The prefix and the descriptors that came with its first byte."""
         try:
             if self.pool.shared:
-                data, descriptors, _, _ = socket.recv_fds(self._socket, _PREFIX.size, _MAX_DESCRIPTORS)
+                data, descriptors = _receive_descriptors(self._socket, _PREFIX.size)
             else:
                 data, descriptors = self._socket.recv(_PREFIX.size), []
         except OSError as error:
@@ -429,7 +432,7 @@ class Connection:
             raise
         return data + rest, list(descriptors)
 
-    def _read(self, into: bytearray) -> bytearray:
+    def _read(self, into: Filled) -> Filled:
         view = memoryview(into)
         while view:
             try:
@@ -447,8 +450,9 @@ class Connection:
         dtype = getattr(torch, header.dtype)
         nbytes = _tensor_bytes(header)
         if header.buffer < 0:
-            raw = self._read(bytearray(nbytes))
-            flat = torch.frombuffer(raw, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+            # Its pages become real as they are filled: a frame that only promises gigabytes costs none.
+            flat = torch.empty(nbytes, dtype=torch.uint8)
+            self._read(memoryview(flat.numpy()))
         else:
             memory = self._mapped.get(header.buffer)
             if memory is None or nbytes > len(memory):
@@ -465,6 +469,10 @@ class Connection:
                 self._lent[number] = held - 1
                 self.pool.release(number)
 
+    def abandon(self) -> None:
+        """In a forked process: close its copy of the socket. The peer does not notice."""
+        self._socket.close()
+
     def close(self) -> None:
         """Close the socket; everything the peer still held of this pool counts as released."""
         with contextlib.suppress(OSError):
@@ -478,11 +486,32 @@ class Connection:
         self._mapped.clear()  # views that are still held keep theirs
 
 
+def _receive_descriptors(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """As socket.recv_fds, which passes no flags on: a program that replaces this one must not inherit them."""
+    space = socket.CMSG_LEN(_MAX_DESCRIPTORS * array("i").itemsize)
+    data, ancillary, _, _ = sock.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    return data, list(descriptors)
+
+
+def _mapped(descriptor: int, size: int) -> mmap.mmap:
+    """Map a buffer of the peer. Raises ConnectionLost if the peer could still make it smaller (see Buffer)."""
+    import fcntl
+
+    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise ConnectionLost("a buffer that its owner can make smaller")
+    return mmap.mmap(descriptor, size)
+
+
 def _tensor_bytes(header: TensorHeader) -> int:
     """Bytes of a tensor as its header has it. Raises ConnectionLost for a dtype or shape that is none."""
     size = _ITEM_BYTES.get(header.dtype)
-    if size is None or any(length < 0 for length in header.shape):
-        raise ConnectionLost(f"a tensor of {header.dtype} {header.shape}")
+    # Multiplying millions of lengths would take hours, and no tensor has so many.
+    if size is None or len(header.shape) > _MAX_DIMS or any(length < 0 for length in header.shape):
+        raise ConnectionLost(f"a tensor of {header.dtype[:20]} {header.shape[:8]}")
     return math.prod(header.shape) * size
 
 

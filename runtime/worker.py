@@ -2,7 +2,8 @@
 
     main thread     takes one request after the other; all work and all collectives happen here
     reader thread   receives frames; hears a cancel while the main thread works; ends the process when the host is gone
-    heartbeat       sends this rank's memory every two seconds
+    heartbeat       says every second that this rank lives and how far it has come (`engine.pulse`); waits for nothing
+    gauge           looks how much memory is used, and how far the device is; may wait for the driver
 
 The rank dials before it imports torch: from then on the host sees its death, and it sees the host's.
 """
@@ -10,6 +11,8 @@ The rank dials before it imports torch: from then on the host sees its death, an
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import io
 import os
 import queue
 import signal
@@ -17,12 +20,14 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from . import environment, launch, wire
+from . import environment, launch, leftovers, wire
+from .engine.pulse import Pulse
 from .spec import (
     Body,
     Cancel,
@@ -35,6 +40,8 @@ from .spec import (
     Forwarded,
     GroupFile,
     Load,
+    Measure,
+    ModelSpec,
     Park,
     Parked,
     Ping,
@@ -56,7 +63,9 @@ if TYPE_CHECKING:
     from .engine.pipelines import PipelineSlot
     from .engine.slots import HeldSlot
 
-HEARTBEAT_SECONDS = 2.0
+HEARTBEAT_SECONDS = 1.0
+AGENT_SECONDS = 1.5  # in which the agent has ended all ranks once the host is gone
+GAUGE_SECONDS = 0.5
 
 
 class EmptySlot(RuntimeError):
@@ -76,9 +85,12 @@ class Worker:
             _leave(directory, self.agent)
         self.requests: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
         self.cancelled_call = 0  # the newest call the host asked to stop
+        self.pulse = Pulse()
+        self.pulse.begin("starting")
         self.backend: Backend
         self.slots: dict[str, HeldSlot] = {}
         threading.Thread(target=self._read, name="reader", daemon=True).start()
+        threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
 
     def _read(self) -> None:
         try:
@@ -98,23 +110,39 @@ class Worker:
     def start(self) -> None:
         """Import the engine, join the process group and say so; a failure goes to the host with its traceback."""
         try:
+            from .engine import selftest
             from .engine.backend import Backend
 
             device = self.file.devices[self.place.rank]
-            self.backend = Backend.join(device, self.place, store=self.directory / "ranks")
+            self.backend = Backend.join(device, self.place, store=self.directory / "ranks", pulse=self.pulse)
+            self.pulse.begin("testing")
+            selftest.check(self.backend, self._collectives_hang)
         except Exception as error:
             self._reply(0, _failure(error))
             time.sleep(1.0)  # the host reads the reason, then ends the group
             raise
-        threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._gauge, name="gauge", daemon=True).start()
+        self.pulse.end()
         versions = self.backend.versions()
         self._reply(0, Ready(pid=os.getpid(), device=self.backend.device_name(), versions=versions))
+
+    def _collectives_hang(self, what: str) -> None:
+        self._reply(0, Failure(kind="collectives", message=what))
 
     def _heartbeat(self) -> None:
         with contextlib.suppress(wire.ConnectionLost):
             while True:
-                self.connection.send(0, self.backend.memory())
+                with contextlib.suppress(MemoryError):  # the rank lives; its main thread tells of it
+                    self.connection.send(0, self.pulse.heartbeat())
                 time.sleep(HEARTBEAT_SECONDS)
+
+    def _gauge(self) -> None:
+        while True:
+            # Of a device that is lost, or no memory: the main thread meets it too.
+            with contextlib.suppress(RuntimeError, MemoryError):
+                self.pulse.memory = self.backend.memory()
+                self.pulse.poll()
+            time.sleep(GAUGE_SECONDS)
 
     # ---- serve
 
@@ -126,7 +154,9 @@ class Worker:
     def _serve_one(self, message: wire.Message) -> None:
         call = message.call
         try:
+            self.pulse.begin(*_operation(message))
             body, tensors = self._handle(message)
+            self.pulse.warmed_up()
         except Cancelled as error:
             body, tensors = Failure(kind="cancelled", message=str(error)), {}
         except Exception as error:
@@ -137,6 +167,7 @@ class Worker:
         del message  # its views go back to the host with this reply
         self.backend.return_cache()
         self._reply(call, body, tensors)
+        self.pulse.end()
 
     def _handle(self, message: wire.Message) -> tuple[Body, dict[str, torch.Tensor]]:
         request, tensors = message.body, message.tensors
@@ -151,20 +182,21 @@ class Worker:
             case Load():
                 return self._load(request, report, cancelled), {}
             case Encode():
-                return self._done(self._pipeline(request.slot).encode(request.prompt, cancelled))
+                pipeline = self._pipeline(request.slot)
+                return self._done(pipeline.encode(request.prompt, cancelled, request.on_host))
             case Sample():
                 return self._done(self._pipeline(request.slot).sample(request, tensors, report, cancelled))
             case Decode():
-                pool = self.connection.pool
+                pipeline, new = self._pipeline(request.slot), self.connection.pool.empty
                 return self._done(
-                    self._pipeline(request.slot).decode(tensors["samples"], pool.empty, report, cancelled)
+                    pipeline.decode(tensors["samples"], new, report, cancelled, request.on_host)
                 )
             case Forward():
                 slot = self._denoiser(request.slot)
                 spans, outputs = slot.forward(request, tensors, self.connection.pool.empty)
                 return Forwarded(spans=spans), outputs
             case Verify():
-                return self._verify(request, tensors)
+                return self._verify(request, tensors, cancelled)
             case Park():
                 return self._park(request.slot), {}
             case Unload():
@@ -174,6 +206,10 @@ class Worker:
                 return self._done({})
             case Stats():
                 return self.backend.memory(), {}
+            case Measure():
+                from .engine.doctor import measured
+
+                return measured(request, self.backend, report, cancelled), {}
             case Ping():
                 return self._done(self._inverted(tensors))
         raise TypeError(f"{type(request).__name__} is no request")
@@ -184,6 +220,7 @@ class Worker:
         if self.backend.any_rank(slot is None or not slot.parked):
             slot = None
             self.backend.release_memory()
+            self._import_for(request.model, cancelled)
             slot = self._new_slot(request)
             slot.load(report, cancelled)
         else:
@@ -191,6 +228,18 @@ class Worker:
             self.backend.release_memory()
         self.slots[request.slot] = slot
         return slot.info()
+
+    def _import_for(self, model: ModelSpec, cancelled: Callable[[], bool]) -> None:
+        """Import what a kind of model needs, for seconds the first time: a cancel does not wait for that.
+
+        A collective: all ranks go on, or all raise Cancelled. An import that is under way then goes on by itself.
+        """
+        importing = threading.Thread(target=_import_slot, args=(bool(model.pipeline_class),), daemon=True)
+        importing.start()
+        while importing.is_alive() and not cancelled():
+            importing.join(0.02)
+        if self.backend.any_rank(importing.is_alive()):
+            raise Cancelled("Cancelled before loading.")
 
     def _new_slot(self, request: Load) -> HeldSlot:
         """Imports what its kind of model needs, and no more: a pipeline's classes take seconds."""
@@ -203,7 +252,7 @@ class Worker:
         return DenoiserSlot(request.model, request.parallel, self.backend)
 
     def _park(self, name: str) -> Parked:
-        slot = self._denoiser(name)
+        slot = self._slot(name)
         try:
             slot.park()
         except Exception as error:  # it is no error to the host: the next use reads the file again
@@ -213,10 +262,13 @@ class Worker:
         self.backend.release_memory()
         return Parked(in_host_memory=name in self.slots)
 
-    def _verify(self, request: Verify, tensors: dict[str, torch.Tensor]) -> tuple[Body, dict]:
+    def _verify(
+        self, request: Verify, tensors: dict[str, torch.Tensor], cancelled: Callable[[], bool]
+    ) -> tuple[Body, dict]:
         if self.place.rank:
             return Verified(), {}
-        missing, own_error, reference = self._denoiser(request.slot).verify(request, tensors)
+        with self.pulse.stoppable(cancelled):
+            missing, own_error, reference = self._denoiser(request.slot).verify(request, tensors)
         body = Verified(own_error=own_error, missing_bytes=missing)
         return body, {} if reference is None else {"reference": reference}
 
@@ -224,14 +276,13 @@ class Worker:
         return self._slot(name)
 
     def _denoiser(self, name: str) -> DenoiserSlot:
-        slot = self._slot(name)
-        if slot.parked:
-            raise EmptySlot(f"slot '{name}' is parked on rank {self.place.rank}")
-        return slot
+        return self._slot(name)
 
     def _slot(self, name: str) -> Any:
         if name not in self.slots:
             raise EmptySlot(f"slot '{name}' is empty on rank {self.place.rank}")
+        if self.slots[name].parked:
+            raise EmptySlot(f"slot '{name}' is parked on rank {self.place.rank}")
         return self.slots[name]
 
     def _done(self, tensors: dict[str, torch.Tensor]) -> tuple[Body, dict[str, torch.Tensor]]:
@@ -254,13 +305,52 @@ class Worker:
             self.connection.send(call, body, tensors)
 
 
-def _leave(directory: Path, agent: int) -> NoReturn:
-    """End this rank, its agent and what the group left on disk: the host is not there to do it.
+def _import_slot(is_pipeline: bool) -> None:
+    with contextlib.suppress(Exception):  # the main thread meets it where it can be told
+        if is_pipeline:
+            from .engine import pipelines  # noqa: F401
+        else:
+            from .engine import denoiser  # noqa: F401
 
-    The agent would wait for other agents at a barrier in the store that lies in the directory, for minutes.
+
+def _operation(message: wire.Message) -> tuple[str, Hashable]:
+    """What a request is in a word, and what its pauses are remembered by: its slot and the sizes it computes with."""
+    request, tensors = message.body, message.tensors
+    match request:
+        case Encode():
+            return "encoding", ("encode", request.slot)
+        case Sample():
+            return "sampling", ("sample", request.slot, request.batch_size, request.width, request.height)
+        case Decode():
+            return "decoding", ("decode", request.slot, tuple(tensors["samples"].shape[1:]))
+        case Forward():
+            # What is kept comes with the first step of a run only.
+            sizes = sorted(tuple(one.shape) for name, one in tensors.items() if int(name) not in request.keep)
+            return "sampling", ("forward", request.slot, tuple(sizes))
+    return _DOING.get(type(request).__name__, "answering"), None
+
+
+_DOING = {
+    "Load": "loading",
+    "Verify": "verifying",
+    "Park": "parking",
+    "Unload": "unloading",
+    "Measure": "measuring",
+}
+
+
+def _leave(directory: Path, agent: int) -> NoReturn:
+    """End this rank: the host is not there to do it.
+
+    The agent has seen that too and ends all ranks, also those that see nothing. One that is stopped itself does not:
+    then this rank ends it, the others, and what the group left on disk.
     """
+    time.sleep(AGENT_SECONDS)
     if os.getppid() == agent:
-        os.kill(agent, signal.SIGKILL)
+        # Not to its end: it would wait for other agents at a barrier in the store in the directory, for minutes.
+        for pid in (agent, *leftovers.descendants(agent)):
+            if pid != os.getpid() and (found := leftovers.process_state(pid)) is not None:
+                leftovers.end(found)
     launch.remove_directory(directory)
     os._exit(1)
 
@@ -271,6 +361,8 @@ def _failure(error: Exception) -> Failure:
         kind = "refused"
     elif isinstance(error, EmptySlot):
         kind = "empty"
+    elif type(error).__name__ == "BrokenCollectives":
+        kind = "collectives"
     elif _is_out_of_memory(error):
         kind = "memory"
     text = str(error) if kind == "refused" else f"{type(error).__name__}: {error}"
@@ -286,17 +378,45 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _redirect_output(log: Path) -> None:
-    """This rank's output, of Python and of native libraries alike, goes to its own log."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    """This rank's output, of Python and native libraries alike, goes to its own log; nowhere if there can be none."""
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError:
+        descriptor = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
+    sys.stdout, sys.stderr = Output(1), Output(2)
+
+
+class Output(io.TextIOBase):
+    """Text to a descriptor, at once. Where it cannot be written (a full disk), that costs the line, not the request."""
+
+    encoding = "utf-8"
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        data = text.encode(self.encoding, "backslashreplace")
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        return len(text)
 
 
 def main() -> None:
     directory = Path(sys.argv[1])
     place = environment.rank_environment()
     _redirect_output(launch.rank_log(directory, place.rank))
+    # The host asks for the stacks of a rank that does not come on; native code cannot hold this up.
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     worker = Worker(directory, place)
     worker.start()
     worker.serve()

@@ -47,12 +47,10 @@ def sharded_model(
     blocks = tuple(f"{blocks.path}.*" for blocks in family.blocks.values())
     spec = msgspec.structs.replace(spec, replaced=(*family.replaced, *blocks))
     model = empty_model(path, family, file.shapes, file.config, _DTYPES[spec.dtype])
-    remote = Remote(GROUPS.slot(layout, spec), family, verify=verify)
+    wanted = planner.Wanted(facts=file.facts, config=config, dtype=dtype)
+    remote = Remote(GROUPS.slot(layout, spec), family, wanted, verify=verify)
     _swap_classes(model, remote)
-    sizes = planner.shard_bytes(file.facts, dtype, layout)
-    devices = [comfy_host.torch_device_of(device) for device in layout.devices]
-    parts = [(device, size) for device, size in zip(devices, sizes, strict=True) if device is not None]
-    return patcher_for(model, remote, parts), layout
+    return patcher_for(model, remote), layout
 
 
 def empty_model(

@@ -28,7 +28,7 @@ SAVING = ("Saving", "copy the model's file")
 
 
 class SlotPatcher(ModelPatcher):
-    """A part of a slot on one device: `model.sharded` is the group, `model.shard_bytes` what it holds there."""
+    """A part of a slot on one device: `model.sharded` is the group, which says what it holds there."""
 
     @property
     def _remote(self) -> Remote:
@@ -42,10 +42,10 @@ class SlotPatcher(ModelPatcher):
         return False
 
     def model_size(self) -> int:
-        return self.model.shard_bytes
+        return self._remote.bytes_on(self.load_device)
 
     def loaded_size(self) -> int:
-        return self.model.shard_bytes if self.slot.loaded else 0
+        return self.model_size() if self.slot.loaded else 0
 
     def get_ram_usage(self) -> int:
         return 0
@@ -57,15 +57,8 @@ class SlotPatcher(ModelPatcher):
         self._make_resident(device_to)
 
     def _make_resident(self, device_to: Any) -> None:
-        if not self.slot.loaded:
-            self._make_room()
         self._remote.load()
         self.model.device = device_to or self.load_device  # patch_model() of some custom nodes names none
-
-    def _make_room(self) -> None:
-        """Ask for what the ranks will take, for whoever calls `load` himself; ComfyUI has seen to it before it does."""
-        needs = [(device, nbytes) for device, nbytes in self.model.part_bytes if device != comfy_host.CPU]
-        comfy_host.make_room(needs, lambda one: isinstance(one, SlotPatcher) and one.slot is self.slot)
 
     def _evict(self) -> None:
         """Give the devices back: for good if ComfyUI unloads everything, else so that the next use is quick.
@@ -99,12 +92,11 @@ class PartPatcher(SlotPatcher):
 
 
 class Part(torch.nn.Module):
-    """What a PartPatcher patches: nothing but the size of the group's part there, and of all its parts."""
+    """What a PartPatcher patches: nothing but the way to the group."""
 
-    def __init__(self, remote: Remote, shard_bytes: int, part_bytes: list[tuple[torch.device, int]]):
+    def __init__(self, remote: Remote):
         super().__init__()
-        self.sharded, self.shard_bytes, self.part_bytes = remote, shard_bytes, part_bytes
-        self.device = comfy_host.CPU
+        self.sharded, self.device = remote, comfy_host.CPU
 
 
 class ShardedPatcher(SlotPatcher):
@@ -112,6 +104,7 @@ class ShardedPatcher(SlotPatcher):
 
     def model_patches_models(self) -> list[Any]:
         # For everybody who loads it: the sampler, and custom nodes that call load_models_gpu([model]).
+        add_parts(self.model, self.load_device)
         return [*super().model_patches_models(), *self.model.parts]
 
     # ---- load and unload
@@ -204,16 +197,21 @@ def needs_weights(what: str, instead: str) -> Refusal:
     )
 
 
-def patcher_for(model: Any, remote: Remote, part_bytes: list[tuple[torch.device, int]]) -> ShardedPatcher:
-    """The MODEL for a class-swapped `model`; `part_bytes` are the devices of the ranks and their bytes there."""
-    here = comfy_host.main_device()
-    model.sharded, model.part_bytes = remote, part_bytes
-    model.shard_bytes = sum(nbytes for device, nbytes in part_bytes if device == here)
-    model.parts = [
-        PartPatcher(Part(remote, nbytes, part_bytes), load_device=device, offload_device=comfy_host.CPU)
-        for device, nbytes in part_bytes
-        if device != here
+def add_parts(model: Any, here: torch.device) -> None:
+    """A part for every further device that the group uses: another layout may use others than the first."""
+    there = [here, *(part.load_device for part in model.parts)]
+    model.parts += [
+        PartPatcher(Part(model.sharded), load_device=device, offload_device=comfy_host.CPU)
+        for device, _ in model.sharded.parts
+        if device not in there
     ]
+
+
+def patcher_for(model: Any, remote: Remote) -> ShardedPatcher:
+    """The MODEL for a class-swapped `model`."""
+    here = comfy_host.main_device()
+    model.sharded, model.parts = remote, []
+    add_parts(model, here)
     patcher = ShardedPatcher(model, load_device=here, offload_device=comfy_host.CPU)
     if patcher.slot.layout.spec.replica > 1:
         patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, _KEY, calc_cond_batch)

@@ -5,36 +5,44 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ...runtime import planner
-from ...runtime.group import Slot, WorkerGroup
+from ...runtime.group import Slot, Work, WorkerGroup, again_if_gone
 from ...runtime.spec import (
     DenoiserCall,
     Forward,
     Forwarded,
+    Layout,
     RankError,
     Refusal,
+    SlotInfo,
     TensorRef,
     Verified,
     Verify,
 )
 from .. import comfy_host
+from ..moving import Moving
 from .families.family import Call, NativeFamily, Sent
 from .replicas import Turns, rows_for
 
 log = logging.getLogger("comfyui-sharded")
+Asked = tuple[Call, Mapping[str, tuple[str, ...]]]  # a call, and the blocks to skip
 _ERRORS_ALLOWED = 4  # of rounding alone, before a difference is called one
 
 
-class Remote:
-    """What a MODEL's denoiser calls instead of computing."""
+class Remote(Moving):
+    """What a MODEL's denoiser calls instead of computing. `wanted` is what the loader was asked for."""
 
-    def __init__(self, slot: Slot, family: NativeFamily, *, verify: bool = False):
-        self.slot, self.family = slot, family
+    def __init__(
+        self, slot: Slot, family: NativeFamily, wanted: planner.Wanted | None = None, *, verify: bool = False
+    ):
+        super().__init__(slot, wanted)
+        self.family = family
+        self.moved()
         self.spans: dict[int, tuple[tuple[int, float, float], ...]] = {}  # of the last call, by rank
         self._verify = verify
         self._turns: Turns | None = None
@@ -42,17 +50,54 @@ class Remote:
 
     # ---- residency
 
+    def moved(self) -> None:
+        """What the ranks hold on the devices that ComfyUI uses itself: `parts`, as (device, bytes)."""
+        self.parts: list[tuple[torch.device, int]] = []
+        if self.wanted is None:
+            return
+        layout = self.slot.layout
+        devices = [comfy_host.torch_device_of(device) for device in layout.devices]
+        sizes = planner.shard_bytes(self.wanted.facts, self.wanted.dtype, layout)
+        self.parts = [
+            (device, size) for device, size in zip(devices, sizes, strict=True) if device is not None
+        ]
+
+    def bytes_on(self, device: torch.device) -> int:
+        return sum(size for one, size in self.parts if one == device)
+
     def load(self) -> None:
         """Make the model resident; the executing node shows how far it is."""
+        if self.slot.doubtful:
+            return  # the first call loads, if it is not the one that failed
         progress = comfy_host.NodeProgress(comfy_host.executing_node())
         was_loaded = self.slot.loaded
-        with comfy_host.comfy_errors():
-            info = self.slot.ensure(progress.report, comfy_host.interrupted)
+
+        def run() -> SlotInfo:
+            if not self.slot.loaded:
+                self._make_room(lambda nbytes: nbytes)  # who computes has reserved the rest
+            return self.slot.ensure(progress.report, comfy_host.interrupted)
+
+        info = self.with_room(run)
         if not was_loaded:
             size = comfy_host.readable_bytes(info.weight_bytes)
             each = " each" if self.slot.layout.spec.world_size > 1 else ""
             words = f"{self.slot.layout.spec.describe()}, {size}{each}, loaded in {info.seconds:.1f} s"
             comfy_host.say(progress.node_id, words)
+
+    def _make_room(self, need: Callable[[int], float]) -> None:
+        """Ask ComfyUI for what the ranks will take, on each of its devices; `need` of the bytes of their weights."""
+        needs = [(device, need(nbytes)) for device, nbytes in self.parts if device != comfy_host.CPU]
+        comfy_host.make_room(needs, self._is_ours)
+
+    def _is_ours(self, patcher: Any) -> bool:
+        remote = getattr(getattr(patcher, "model", None), "sharded", None)
+        return remote is not None and remote.slot is self.slot
+
+    def _move(self, layout: Layout) -> None:
+        super()._move(layout)
+        comfy_host.free_unused(
+            [device for device, _ in self.parts if device != comfy_host.CPU], self._is_ours
+        )
 
     # ---- calls
 
@@ -61,12 +106,12 @@ class Remote:
         planner.check_sequences(self.slot.layout.spec, call.lengths)
         if self._turns is not None:
             return self._turns.answer((call, skipped))
-        return self._serve([(call, skipped)])[0]
+        return self._serve_with_room([(call, skipped)])[0]
 
     @contextlib.contextmanager
     def turns(self) -> Iterator[Turns]:
         """While it is open, calls are made by jobs of these turns and served together."""
-        self._turns = Turns(self._serve)
+        self._turns = Turns(self._serve_with_room)
         try:
             yield self._turns
         finally:
@@ -80,16 +125,19 @@ class Remote:
             comfy_host.say(comfy_host.executing_node(), words)
         self._noted = words
 
-    def _serve(self, calls: list[tuple[Call, Mapping[str, tuple[str, ...]]]]) -> list[torch.Tensor]:
+    def _serve_with_room(self, calls: list[Asked]) -> list[torch.Tensor]:
+        return self.with_room(lambda: again_if_gone(lambda: self._serve(calls)))
+
+    def _serve(self, calls: list[Asked]) -> list[torch.Tensor]:
         """One request for all calls; the answers in their order."""
-        # A bar only for what may have to start and load again; usually this is one step of many.
-        loading = None if self.slot.loaded else comfy_host.NodeProgress(comfy_host.executing_node()).report
+        loading = None
+        if not self.slot.loaded:  # evicted between two steps, or the ranks have died since
+            # A bar only for what may have to start and load again; usually this is one step of many.
+            loading = comfy_host.NodeProgress(comfy_host.executing_node()).report
+            self._make_room(comfy_host.room_for)
         replicas = self.slot.layout.spec.replica
         rows = rows_for([_batch(call) for call, _ in calls], replicas)
-        with (
-            comfy_host.comfy_errors(),
-            self.slot.held(loading, comfy_host.interrupted) as (info, group),
-        ):
+        with self.slot.held(loading, comfy_host.interrupted, self._work(calls)) as (info, group):
             frame = _Frame(self.slot, info)
             wired = tuple(
                 frame.call(call, skipped, part) for (call, skipped), part in zip(calls, rows, strict=True)
@@ -117,6 +165,14 @@ class Remote:
             if self._verify:
                 self._verify_first(group, wired[0], frame, outputs[0])
         return outputs
+
+    def _work(self, calls: list[Asked]) -> Work:
+        """One step of a run, by what decides how much memory it takes: pictures and tokens, not the text."""
+        sizes = tuple(
+            (_batch(call), *(tokens for name, tokens in call.lengths.items() if name != "text"))
+            for call, _ in calls
+        )
+        return Work(slot=self.slot.name, doing="sampling", sizes=sizes, run=comfy_host.executing_run())
 
     # ---- verify
 

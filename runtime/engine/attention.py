@@ -12,7 +12,7 @@ Masks are whole on every rank, in the order in which the model joins its sequenc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
@@ -39,6 +39,7 @@ class ContextAxes:
     ulysses_rank: int
     ring_group: dist.ProcessGroup | None = None
     ulysses_group: dist.ProcessGroup | None = None
+    entered: Callable[[], None] = field(default=lambda: None, compare=False)  # called before each collective
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> ContextAxes:
@@ -265,6 +266,7 @@ def _exchange(
             torch.cat(parts, dim=2, out=block.view(tokens, batch, together[receiver], width))
     own = together[axes.ulysses_rank]
     received = sent.new_empty(sum(lengths) * batch * own * width)
+    axes.entered()
     dist.all_to_all_single(
         received, sent, [length * batch * own * width for length in lengths], sizes, group=axes.ulysses_group
     )
@@ -284,6 +286,7 @@ def _heads_for_tokens(
     sent = out.transpose(0, 1).contiguous()
     received = out.new_empty(tokens * batch * heads * width)
     sizes = [tokens * batch * count * width for count in counts]
+    axes.entered()
     dist.all_to_all_single(
         received,
         sent.view(-1),
@@ -351,6 +354,7 @@ def _pass_on(here: torch.Tensor, coming: torch.Tensor, axes: ContextAxes) -> lis
         operations.append(dist.P2POp(dist.isend, here, group=group, group_peer=before))
     if len(coming):
         operations.append(dist.P2POp(dist.irecv, coming, group=group, group_peer=after))
+    axes.entered()
     return dist.batch_isend_irecv(operations) if operations else []
 
 
@@ -403,14 +407,18 @@ def cut_lengths(tokens: int, axes: ContextAxes) -> tuple[int, ...]:
 def join_parts(part: torch.Tensor, dim: int, lengths: Sequence[int], axes: ContextAxes) -> torch.Tensor:
     """The whole of a tensor of which every rank has a part along `dim`: within the ulysses group, then the ring."""
     first = axes.ring_rank * axes.ulysses
-    part = _gather(part, dim, lengths[first : first + axes.ulysses], axes.ulysses_group)
+    part = _gather(part, dim, lengths[first : first + axes.ulysses], axes.ulysses_group, axes.entered)
     bounds = range(0, axes.size + 1, axes.ulysses)
     stretches = [sum(lengths[start:stop]) for start, stop in pairwise(bounds)]
-    return _gather(part, dim, stretches, axes.ring_group)
+    return _gather(part, dim, stretches, axes.ring_group, axes.entered)
 
 
 def _gather(
-    part: torch.Tensor, dim: int, lengths: Sequence[int], group: dist.ProcessGroup | None
+    part: torch.Tensor,
+    dim: int,
+    lengths: Sequence[int],
+    group: dist.ProcessGroup | None,
+    entered: Callable[[], None],
 ) -> torch.Tensor:
     if len(lengths) == 1:
         return part
@@ -419,6 +427,7 @@ def _gather(
     sent = first.new_zeros(most, *first.shape[1:])
     sent[: len(first)].copy_(first)
     received = sent.new_empty(len(lengths) * most, *first.shape[1:])
+    entered()
     all_gather(received, sent, group=group)
     if min(lengths) == most:
         whole = received

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ..environment import RankEnvironment
 from ..spec import Device, Memory
+from .pulse import Pulse
 
 PACKAGES = ("torch", "diffusers", "transformers", "safetensors")
 HOST_RESERVE = 4 << 30  # bytes of host RAM that parked weights leave alone
@@ -35,11 +36,12 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 class Backend:
     """One rank's device and process group."""
 
-    def __init__(self, device: torch.device, place: RankEnvironment):
+    def __init__(self, device: torch.device, place: RankEnvironment, pulse: Pulse | None = None):
         self.device, self.rank, self.world_size = device, place.rank, place.world_size
+        self.pulse = pulse or Pulse()
 
     @classmethod
-    def join(cls, device: Device, place: RankEnvironment, store: Path) -> Backend:
+    def join(cls, device: Device, place: RankEnvironment, store: Path, pulse: Pulse | None = None) -> Backend:
         """Join the process group of all ranks, which meet through a file in the group's private directory."""
         torch.set_grad_enabled(False)
         if device.kind == "cuda":
@@ -51,6 +53,9 @@ class Backend:
             here = torch.device("cpu")
             # With a device prefix: plain "gloo" makes diffusers look for an accelerator.
             process_group = "cpu:gloo"
+        if pulse is not None:
+            # From here on ranks wait for each other: the one that holds up the start has not come this far.
+            pulse.begin("joining")
         dist.init_process_group(
             process_group,
             store=dist.FileStore(str(store), place.world_size),
@@ -58,7 +63,10 @@ class Backend:
             world_size=place.world_size,
             timeout=COLLECTIVE_TIMEOUT,
         )
-        return cls(here, place)
+        backend = cls(here, place, pulse)
+        if backend.is_cuda:
+            backend.pulse.count_on_device()
+        return backend
 
     # ---- agreement
 
@@ -67,6 +75,7 @@ class Backend:
         if self.world_size == 1:
             return flag
         value = torch.tensor([int(flag)], dtype=torch.int32)
+        self.pulse.agreed()
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return bool(value.item())
 
@@ -132,13 +141,16 @@ class Backend:
             torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def staged(self, module: torch.nn.Module, nbytes: int) -> Iterator[torch.device]:
-        """Hold `module` on the device for one stage if it fits there, else leave it in host RAM and compute there."""
-        if not self.is_cuda or not self.has_room(nbytes):
+    def staged(self, module: torch.nn.Module, nbytes: int, on_host: bool = False) -> Iterator[torch.device]:
+        """Hold `module` on the device for one stage if it fits there, else leave it in host RAM and compute there.
+
+        `on_host` leaves it there in any case.
+        """
+        if on_host or not self.is_cuda or not self.has_room(nbytes):
             yield torch.device("cpu")
             return
-        module.to(self.device)
         try:
+            module.to(self.device)  # which may end in the middle
             yield self.device
         finally:
             module.to("cpu")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -134,14 +134,17 @@ class Sequences:
         return join_parts(value, cut.dim, lengths, self.axes)
 
 
-def divide_sequence(model: nn.Module, mesh: DeviceMesh) -> ContextAxes:
+def divide_sequence(
+    model: nn.Module, mesh: DeviceMesh, entered: Callable[[], None] = lambda: None
+) -> ContextAxes:
     """Make `model` compute over the ring and ulysses axes of `mesh`, by the plan of its class.
 
-    Call it after the tensor axis and the substitutions are in place. Raises Refusal for a class without a plan, and
-    for an attention that the plan does not know: it would attend to this rank's tokens only.
+    Call it after the tensor axis and the substitutions are in place; `entered` is called before each collective. Raises
+    Refusal for a class without a plan, and for an attention that the plan does not know: it would attend to this
+    rank's tokens only.
     """
     plan = context_plan(model)
-    sequences = Sequences(ContextAxes.of_mesh(mesh))
+    sequences = Sequences(replace(ContextAxes.of_mesh(mesh), entered=entered))
     model.register_forward_pre_hook(lambda *_: sequences.begin())
     for pattern, arguments in plan.refuses.items():
         for _, module in _matching(model, pattern):

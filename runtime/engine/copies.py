@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,13 +32,14 @@ class Copies:
         for parameter, shape in zip(model.parameters(), self._shapes, strict=True):
             parameter.data = torch.empty(shape, dtype=parameter.dtype, device=device)
 
-    def hand_out(self, model: torch.nn.Module) -> None:
-        """Give all ranks the values of the one that kept them. A collective, axis by axis."""
+    def hand_out(self, model: torch.nn.Module, entered: Callable[[], None] = lambda: None) -> None:
+        """Give all ranks the values of the one that kept them. A collective, axis by axis; each calls `entered`."""
         for place, axis in enumerate(self._axes):
             if any(later.get_local_rank() for later in self._axes[place + 1 :]):
                 continue  # it has its turn with a later axis
             group = axis.get_group()
             source = dist.get_global_rank(group, 0)
             for parameter in model.parameters():
+                entered()
                 # As bytes: not every backend sends every dtype.
                 dist.broadcast(parameter.data.contiguous().view(-1).view(torch.uint8), source, group=group)

@@ -53,9 +53,12 @@ class DenoiserSlot(HeldSlot):
         counter = ByteCounter(report, planned.bytes_to_read)
         model = load_transformer(planned, self.backend, self.dtype, on_bytes=counter.add, cancelled=cancelled)
         self.substitutions.install(model, self.model.replaced)
+        self.backend.pulse.watch(model)
         self.copies = Copies(self.parallel, mesh)
-        self.context_rank = divide_sequence(model, mesh).rank if self.parallel.context > 1 else 0
-        self.transformer: Any = model
+        self.context_rank = (
+            divide_sequence(model, mesh, self.backend.pulse.entered).rank if self.parallel.context > 1 else 0
+        )
+        self.transformer = model
 
     def _open(self) -> Checkpoint:
         path = Path(self.model.path)
@@ -69,34 +72,8 @@ class DenoiserSlot(HeldSlot):
         return SlotInfo(weight_bytes=parameter_bytes(self.transformer), seconds=self.seconds)
 
     def park(self) -> None:
-        """Move the weights to host RAM. Raises MemoryError where that has no room: then no rank holds them any more."""
         self.kept.clear()
-        self._all_or_none(self._check_host, "parking")  # before any of them takes room
-        self._all_or_none(self._to_host, "parking")
-        self.parked = True
-
-    def _check_host(self) -> None:
-        total = parameter_bytes(self.transformer) * self.parallel.tensor * self.parallel.stage
-        if not self.backend.host_has_room(total):
-            raise MemoryError(f"no room in host RAM for {total} bytes of weights")
-
-    def _to_host(self) -> None:
-        if not self.copies.keeps:
-            self.copies.let_go(self.transformer)
-        self.backend.to_host(self.transformer)
-
-    def unpark(self) -> None:
-        """Move the weights back to the device. Raises what the device says: then no rank holds them any more."""
-        start = time.monotonic()
-        self._all_or_none(self._to_device, "loading")
-        # Not all or none: who fails in the middle of a collective must not wait for the others.
-        self.copies.hand_out(self.transformer)
-        self.parked, self.seconds = False, time.monotonic() - start
-
-    def _to_device(self) -> None:
-        if not self.copies.keeps:
-            self.copies.make_room(self.transformer, self.backend.device)
-        self.transformer.to(self.backend.device)
+        super().park()
 
     # ---- run
 

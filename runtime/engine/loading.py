@@ -20,6 +20,7 @@ from diffusers import ModelMixin
 from ..safetensors_header import printable
 from ..spec import Cancelled, Refusal
 from .checkpoints.source import Sources, WeightSource
+from .pulse import Pulse
 from .tensor import Shard, shard_indices
 
 STRIP = 1 << 25
@@ -114,6 +115,7 @@ def read_weights(
     on_bytes: Callable[[int], None],
     cancelled: Callable[[], bool],
     on_slice: Callable[[SliceRead], None] | None = None,
+    pulse: Pulse | None = None,
 ) -> None:
     """Fill `model` from `sources`: planned parameters with this rank's part, all others whole.
 
@@ -123,6 +125,14 @@ def read_weights(
     parameters = {name for name, _ in model.named_parameters()}
     buffers = dict(model.named_buffers())
     keep = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+
+    def read(nbytes: int) -> None:
+        if pulse is not None:
+            pulse.advance(nbytes)
+            pulse.warmed_up()
+        if cancelled():
+            raise Cancelled("Cancelled while reading weights.")
+
     for name, source in sources.items():
         if cancelled():
             raise Cancelled("Cancelled while reading weights.")
@@ -130,11 +140,13 @@ def read_weights(
             continue
         is_kept = any(word in name.split(".") for word in keep)
         wanted = torch.float32 if is_kept else dtype
-        part = read_part(source, shards.get(name), rank, shares, wanted, device)
+        part = read_part(source, shards.get(name), rank, shares, wanted, device, read)
         if on_slice is not None:
             on_slice(SliceRead(name, prod(source.shape), part.numel()))
         on_bytes(part.numel() * source.item_bytes)
         place(model, name, part, name in parameters)
+    if pulse is not None:
+        pulse.unmeasured()
     for name in buffers.keys() - set(sources):
         place(model, name, buffers[name].to(device), is_parameter=False)
 
@@ -146,10 +158,11 @@ def read_part(
     shares: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
+    on_strip: Callable[[int], None] = lambda nbytes: None,
 ) -> torch.Tensor:
     """This rank's part of `source` (all of it without a shard) in memory of its own; nothing else is read.
 
-    Floating numbers come in `dtype`, all others as they are stored.
+    `on_strip` gets the bytes of each piece on its way. Floating numbers come in `dtype`, all others as they are stored.
     """
     shape, dim = list(source.shape), shard.dim if shard else 0
     indices = [tuple(slice(0, size) for size in shape)]
@@ -167,6 +180,7 @@ def read_part(
             if start:
                 start[dim] += offset
             target[tuple(slice(s, s + n) for s, n in zip(start, piece.shape, strict=True))].copy_(piece)
+            on_strip(piece.nbytes)
         offset += index[dim].stop - index[dim].start if index else 0
     assert target is not None
     return target

@@ -8,7 +8,8 @@ what the pipeline's `encode_prompt` gives, as ComfyUI's CONDITIONING for Flux.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..spec import Cancelled, ModelSpec, ParallelSpec, Progress, Sample, SlotInf
 from .backend import Backend
 from .checkpoints.folder import open_folder
 from .context import divide_sequence
+from .copies import Copies
 from .kernels import set_attention
 from .loading import SliceRead
 from .mesh import build_mesh
@@ -67,8 +69,10 @@ class PipelineSlot(HeldSlot):
             on_slice=self.slices.append,
         )
         if self.parallel.context > 1:
-            divide_sequence(model, mesh)
-        self.transformer: Any = model
+            divide_sequence(model, mesh, self.backend.pulse.entered)
+        self.backend.pulse.watch(model)
+        self.copies = Copies(self.parallel, mesh)
+        self.transformer = model
         self._assemble(counter, cancelled)
 
     def _forget(self) -> None:
@@ -98,11 +102,12 @@ class PipelineSlot(HeldSlot):
 
     def _whole(self, component: Any, name: str, counter: ByteCounter, cancelled: IsCancelled) -> Any:
         """A component that rank 0 alone holds, in host RAM until its stage comes."""
-        if cancelled():
-            raise Cancelled("Cancelled while loading.")
-        module = component.from_pretrained(
-            self.folder / name, local_files_only=True, use_safetensors=True, dtype=self.dtype
-        )
+        pulse = self.backend.pulse
+        with pulse.stoppable(cancelled), _between_tensors(pulse.advance):
+            module = component.from_pretrained(
+                self.folder / name, local_files_only=True, use_safetensors=True, dtype=self.dtype
+            )
+        pulse.watch(module, closely=True)  # it runs alone, and may be stopped anywhere
         counter.add(_folder_bytes(self.folder / name))
         return module.eval().requires_grad_(False)
 
@@ -121,7 +126,7 @@ class PipelineSlot(HeldSlot):
 
     # ---- encode
 
-    def encode(self, prompt: str, cancelled: IsCancelled) -> dict[str, torch.Tensor]:
+    def encode(self, prompt: str, cancelled: IsCancelled, on_host: bool = False) -> dict[str, torch.Tensor]:
         """`prompt_embeds` [1, T, D] and `pooled` [1, P] on rank 0, nothing elsewhere. No collective."""
         if not self.is_first:
             return {}
@@ -130,7 +135,10 @@ class PipelineSlot(HeldSlot):
         pipe = self.encoding
         length = min(512, pipe.tokenizer_2.model_max_length)
         both = torch.nn.ModuleList([pipe.text_encoder, pipe.text_encoder_2])
-        with self.backend.staged(both, parameter_bytes(both)) as device:
+        with (
+            self.backend.pulse.stoppable(cancelled),
+            self.backend.staged(both, parameter_bytes(both), on_host) as device,
+        ):
             embeds, pooled, _ = pipe.encode_prompt(prompt, device=device, max_sequence_length=length)
             return {"prompt_embeds": embeds.cpu(), "pooled": pooled.cpu()}
 
@@ -162,6 +170,7 @@ class PipelineSlot(HeldSlot):
                     images["preview"] = unpack(clean, rows, columns).float().cpu()
                 report(Progress(phase="sampling", done=step + 1, total=request.steps), images)
             before = after
+            self.backend.pulse.warmed_up()
             self._stop_together(cancelled)
             return values
 
@@ -220,14 +229,22 @@ class PipelineSlot(HeldSlot):
     # ---- decode
 
     def decode(
-        self, samples: torch.Tensor, allocate: Allocate, report: Report, cancelled: IsCancelled
+        self,
+        samples: torch.Tensor,
+        allocate: Allocate,
+        report: Report,
+        cancelled: IsCancelled,
+        on_host: bool = False,
     ) -> dict[str, torch.Tensor]:
         """`images` [B, H, W, 3] float32 in 0..1 on rank 0, nothing elsewhere. One picture at a time; no collective."""
         if not self.is_first:
             return {}
         count = samples.shape[0]
         images: torch.Tensor | None = None
-        with self.backend.staged(self.vae, parameter_bytes(self.vae)) as device:
+        with (
+            self.backend.pulse.stoppable(cancelled),
+            self.backend.staged(self.vae, parameter_bytes(self.vae), on_host) as device,
+        ):
             for number, latent in enumerate(samples):
                 if cancelled():
                     raise Cancelled("Cancelled while decoding.")
@@ -239,6 +256,29 @@ class PipelineSlot(HeldSlot):
                 report(Progress(phase="decoding", done=number + 1, total=count))
         assert images is not None
         return {"images": images}
+
+
+@contextmanager
+def _between_tensors(call: Callable[[], None]) -> Iterator[None]:
+    """While it is open, transformers calls `call` between two tensors of a model that it loads; it may raise.
+
+    Through the progress bar that it shows: a version without that hook loads the model in one go.
+    """
+    set_hook = getattr(transformers.utils.logging, "set_tqdm_hook", None)
+    if set_hook is None:
+        yield
+        return
+
+    def hook(_make: Any, args: tuple[Any, ...], _options: dict[str, Any]) -> Iterator[Any]:
+        for item in args[0]:
+            call()
+            yield item
+
+    before = set_hook(hook)
+    try:
+        yield
+    finally:
+        set_hook(before)
 
 
 def schedule(steps: int, denoise: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""What all kinds of slots share: loading that happens on all ranks or on none, and the count of what was read."""
+"""What all kinds of slots share: loading and parking that happen on all ranks or on none, and what was read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from ..spec import Cancelled, ModelSpec, ParallelSpec, Progress, SlotInfo
 from .backend import Backend
+from .copies import Copies
 
 Report = Callable[..., None]
 IsCancelled = Callable[[], bool]
@@ -19,7 +21,9 @@ IsCancelled = Callable[[], bool]
 class HeldSlot(ABC):
     """A model held by this rank under one layout."""
 
-    parked = False  # in host RAM; not every kind can be
+    parked = False  # the transformer is in host RAM
+    transformer: Any
+    copies: Copies
 
     def __init__(self, model: ModelSpec, parallel: ParallelSpec, backend: Backend):
         self.model, self.parallel, self.backend = model, parallel, backend
@@ -52,6 +56,35 @@ class HeldSlot(ABC):
     @abstractmethod
     def _forget(self) -> None:
         """Let go of whatever `_load` has made so far."""
+
+    def park(self) -> None:
+        """Move the transformer to host RAM. Raises MemoryError where that has no room: no rank holds it then."""
+        self._all_or_none(self._check_host, "parking")  # before any of them takes room
+        self._all_or_none(self._to_host, "parking")
+        self.parked = True
+
+    def _check_host(self) -> None:
+        total = parameter_bytes(self.transformer) * self.parallel.tensor * self.parallel.stage
+        if not self.backend.host_has_room(total):
+            raise MemoryError(f"no room in host RAM for {total} bytes of weights")
+
+    def _to_host(self) -> None:
+        if not self.copies.keeps:
+            self.copies.let_go(self.transformer)
+        self.backend.to_host(self.transformer)
+
+    def unpark(self) -> None:
+        """Move the weights back to the device. Raises what the device says: then no rank holds them any more."""
+        start = time.monotonic()
+        self._all_or_none(self._to_device, "loading")
+        # Not all or none: who fails in the middle of a collective must not wait for the others.
+        self.copies.hand_out(self.transformer, self.backend.pulse.entered)
+        self.parked, self.seconds = False, time.monotonic() - start
+
+    def _to_device(self) -> None:
+        if not self.copies.keeps:
+            self.copies.make_room(self.transformer, self.backend.device)
+        self.transformer.to(self.backend.device)
 
     @abstractmethod
     def info(self) -> SlotInfo: ...

@@ -11,7 +11,7 @@ which of the two it is in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,12 +75,16 @@ _SUM.asyncOp = False  # NCCL then works on the current stream, as dist.all_reduc
 _is_compiling = torch.compiler.is_compiling
 
 
+def _nobody_counts() -> None: ...
+
+
 class Ranks(NamedTuple):
     """The ranks of the tensor axis as one of them sees them. A rank that computes alone has no group."""
 
     group: dist.ProcessGroup
     rank: int
     shares: tuple[int, ...]
+    entered: Callable[[], None] = _nobody_counts  # called before each collective
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -92,6 +96,7 @@ class Ranks(NamedTuple):
         if _is_compiling():
             return functional.all_reduce(tensor, "sum", self.group)
         tensor = tensor.contiguous()
+        self.entered()
         # The group's own method: what dist.all_reduce checks and logs takes longer than the call itself.
         self.group.allreduce([tensor], _SUM).wait()
         return tensor
@@ -113,6 +118,7 @@ class Ranks(NamedTuple):
         else:
             # One behind the other along dim 0: what gloo takes as well as NCCL.
             gathered = tensor.new_empty((len(self.shares) * tensor.shape[0], *tensor.shape[1:]))
+            self.entered()
             all_gather(gathered, tensor, group=self.group)
         return gathered.view(len(self.shares), *tensor.shape)
 
@@ -150,13 +156,14 @@ class RowSplitLinear(PartLinear):
         if ranks.rank:
             self.bias = None
         self.ranks = ranks
-        self._all_reduce = ranks.group.allreduce
+        self._all_reduce, self._entered = ranks.group.allreduce, ranks.entered
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         own = self._parameters
         output = torch.nn.functional.linear(input, own["weight"], own["bias"])
         if _is_compiling():
             return self.ranks.sum(output)
+        self._entered()
         self._all_reduce([output], _SUM).wait()
         return output
 

@@ -73,9 +73,11 @@ def load_transformer(
         on_bytes=on_bytes,
         cancelled=cancelled,
         on_slice=on_slice,
+        pulse=backend.pulse,
     )
     if planned.plan is not None:
-        apply_plan(planned.model, planned.plan, planned.ranks)
+        ranks = planned.ranks._replace(entered=backend.pulse.entered)
+        apply_plan(planned.model, planned.plan, ranks)
         _refuse_calls_on_parts(planned.model)
     return planned.model
 

@@ -16,11 +16,12 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import msgspec
 import pytest
 import torch
 
@@ -110,11 +111,16 @@ class Desk:
             for _ in range(2)
         ]
 
-    def model(self, name: str = "high", axis: str = "tensor") -> Any:
+    def model(self, name: str = "high", axis: str = "tensor", strategy: str = "manual") -> Any:
         """A MODEL as the loader node gives it, two ranks on an axis, one on each card."""
         spec = self.host.pack("runtime.spec")
-        config = spec.ParallelConfig(strategy="manual", degrees=spec.ParallelSpec(**{axis: 2}), devices="cpu")
-        return self.host.pack("nodes.native.model").sharded_model(self.files[name], config, "float32")[0]
+        config = spec.ParallelConfig(strategy=strategy, degrees=spec.ParallelSpec(**{axis: 2}), devices="cpu")
+        model = self.host.pack("nodes.native.model").sharded_model(self.files[name], config, "float32")[0]
+        # As large to the planner as to the cards: what a tiny model computes with is more than its weights.
+        remote, replace = model.model.sharded, msgspec.structs.replace
+        facts = replace(remote.wanted.facts, transformer_bytes=2 * SHARD, split_bytes=2 * SHARD)
+        remote.wanted = replace(remote.wanted, facts=facts)
+        return model
 
     def sample(self, model: Any, side: int = 8, steps: int = 2, cfg: float = 4.0) -> torch.Tensor:
         """The latents of a KSampler, of `side` x `side`."""
@@ -156,6 +162,9 @@ class Desk:
     def load_of(self, model: Any) -> object:
         """Another object after each load."""
         return self.groups.groups()[0].slots.get(model.model.sharded.slot.name)
+
+    def layout(self, model: Any) -> str:
+        return model.model.sharded.slot.layout.spec.describe()
 
     def pids(self) -> list[int]:
         return [rank["pid"] for rank in self.groups.snapshot()[0]["ranks"]]
@@ -204,6 +213,7 @@ def desk(bench: Desk, caplog: pytest.LogCaptureFixture) -> Iterator[Desk]:
     bench.management.unload_all_models()
     bench.cards.natives.clear()
     bench.cards.working = 0
+    bench.groups.retries.forget()
     bench.management.cleanup_models_gc()
     assert "memory leak" not in caplog.text
 
@@ -356,6 +366,23 @@ def test_a_card_without_a_part_cannot_evict_the_group(
     assert desk.state(model) == "parked"
 
 
+def test_a_pipelines_slot_is_parked_by_eviction_and_unloaded_by_unload_models(desk: Desk, model: Any) -> None:
+    slot = model.model.sharded.slot  # to ComfyUI a pipeline's is not another
+    managed = desk.host.pack("nodes.comfy_host").ManagedSlot(slot)
+    desk.management.current_loaded_models.clear()
+    managed.note_loaded(slot.ensure().weight_bytes)
+    managed.detach(unpatch_all=False)
+    assert desk.state(model) == "loaded"
+    managed.partially_unload(desk.cards.devices[0], GIB)
+    assert desk.state(model) == "parked"
+    slot.ensure()
+    managed.detach()
+    assert desk.state(model) == "parked"
+    slot.ensure()
+    desk.management.unload_all_models()
+    assert desk.state(model) == ""
+
+
 # ---- given back for good
 
 
@@ -448,24 +475,189 @@ def test_an_error_keeps_no_model_alive(desk: Desk, expected: dict[str, torch.Ten
         assert alive() is None
 
 
-def _run_out_of_memory(desk: Desk, model: Any) -> None:
-    """In truth: the ranks may take 8 MiB more, and the first layer of a huge picture wants 16."""
-    pids = desk.pids()
-    before = [resource.prlimit(pid, resource.RLIMIT_DATA) for pid in pids]
+def _run_out_of_memory(desk: Desk, model: Any) -> str:
+    """In truth: the ranks may take 8 MiB more, and the first layer of a huge picture wants 16. What is said."""
+    with _limited(desk.pids()), pytest.raises(desk.management.OOM_EXCEPTION, match="Rank") as caught:
+        desk.sample(model, side=512, cfg=1.0)
+    return str(caught.value)
+
+
+@contextlib.contextmanager
+def _limited(pids: list[int]) -> Iterator[Callable[[], None]]:
+    """Processes that may take 8 MiB more and no more, until it ends or is lifted."""
+    before = {pid: resource.prlimit(pid, resource.RLIMIT_DATA) for pid in pids}
+
+    def lift() -> None:
+        for pid, limits in before.items():
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_DATA, limits)
+
     for pid in pids:
         resource.prlimit(pid, resource.RLIMIT_DATA, (_data_bytes(pid) + (8 << 20), resource.RLIM_INFINITY))
     try:
-        with pytest.raises(desk.management.OOM_EXCEPTION, match="Rank"):
-            desk.sample(model, side=512, cfg=1.0)
+        yield lift
     finally:
-        for pid, limits in zip(pids, before, strict=True):
-            resource.prlimit(pid, resource.RLIMIT_DATA, limits)
+        lift()
 
 
 def _data_bytes(pid: int) -> int:
     """What counts for RLIMIT_DATA: private writable memory, not the shared buffers of the wire."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmData:")[2].split()[0]) * 1024
+
+
+def test_an_out_of_memory_names_what_was_wanted_where_and_which_layout_needs_less(desk: Desk) -> None:
+    model = desk.model(axis="ulysses")
+    desk.load(model)
+    told = _run_out_of_memory(desk, model)
+    assert "ran out of memory while sampling: it wanted" in told
+    assert "It was at `" in told
+    assert "Host RAM now" in told
+    assert "Less memory is needed by tensor" in told
+    assert "Any strategy but manual tries that by itself." in told
+    assert desk.layout(model) == "ulysses 2"
+
+
+def test_a_smaller_layout_is_tried_by_itself_and_said_on_the_node(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The out-of-memory is real; that the smaller layout has room is not: the limit is lifted when it is loaded."""
+    large = {"side": 192, "steps": 1, "cfg": 1.0}
+    expected = desk.sample(desk.model(axis="tensor"), **large)
+    desk.management.unload_all_models()
+    model = desk.model(strategy="prefer context")
+    desk.load(model)
+    assert desk.layout(model) == "ulysses 2"
+    said: list[str] = []
+    monkeypatch.setattr(desk.host.pack("nodes.comfy_host"), "say", lambda _, *lines: said.extend(lines))
+    with _limited(desk.pids()) as lift, monkeypatch.context() as patch:
+        _before_load(desk, patch, lift)
+        result = desk.sample(model, **large)
+    assert desk.layout(model) == "tensor 2"
+    assert "Out of memory in ulysses 2: now tensor 2" in said
+    assert torch.equal(result, expected)
+    assert desk.state(model) == "loaded" and len(desk.cards.slots()) == 1
+    assert torch.equal(desk.sample(model.clone(), **large), expected)
+    assert said.count("Out of memory in ulysses 2: now tensor 2") == 1
+
+
+def _before_load(desk: Desk, patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    load = desk.host.pack("runtime.spec").Load
+    group = type(desk.groups.groups()[0])
+    call = group.call
+
+    def watched(this: Any, request: Any, *more: Any, **others: Any) -> Any:
+        if isinstance(request, load):
+            act()
+        return call(this, request, *more, **others)
+
+    patch.setattr(group, "call", watched)
+
+
+def test_no_room_in_the_smaller_layout_either_ends_the_prompt(desk: Desk) -> None:
+    model = desk.model(strategy="prefer context")
+    desk.load(model)
+    told = _run_out_of_memory(desk, model)
+    assert desk.layout(model) == "tensor 2"
+    assert "No layout of this model on these devices needs less memory than tensor 2." in told
+    desk.management.unload_all_models()  # as ComfyUI's executor does
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_encoders_and_vae_that_find_no_room_on_their_card_run_on_the_cpu(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """No rank: what the ranks would answer is mocked."""
+    spec, comfy_host = desk.host.pack("runtime.spec"), desk.host.pack("nodes.comfy_host")
+    devices = (spec.Device(kind=kind, index=3, uuid="GPU-mock" * (kind == "cuda"), name="Mock"),)
+    layout = spec.Layout(spec=spec.ParallelSpec(), devices=devices, reason="")
+    model = spec.ModelSpec(path="a", pipeline_class="FluxPipeline", dtype="float32")
+    pipeline = desk.host.pack("nodes.cables").ShardedPipeline(desk.groups.slot(layout, model))
+    said: list[str] = []
+    monkeypatch.setattr(comfy_host, "say", lambda _, *lines: said.extend(lines))
+    asked: list[bool] = []
+
+    def mock_answer(on_host: bool) -> str:
+        asked.append(on_host)
+        if not on_host:
+            raise spec.RankOutOfMemory("Rank 0 ran out of memory.")
+        return "a picture"
+
+    if kind == "cuda":
+        assert pipeline.staged(mock_answer) == "a picture"
+        assert asked == [False, True]
+        assert said == ["Out of memory on GPU 3 Mock: computed on the CPU instead, which is slow"]
+    else:
+        with pytest.raises(
+            desk.management.OOM_EXCEPTION, match="Rank 0 ran out of memory.\nA smaller picture"
+        ):
+            pipeline.staged(mock_answer)
+        assert asked == [False]
+
+
+def test_evicted_between_two_steps_it_asks_for_room_again(
+    desk: Desk, model: Any, expected: dict[str, torch.Tensor]
+) -> None:
+    """`MockCards` checks that both cards have the room whenever the ranks load."""
+    natives: list[Any] = []
+
+    def needs_the_card(arguments: dict[str, Any]) -> torch.Tensor:
+        if not natives:
+            natives.append(desk.native(20))
+            desk.load(*natives)
+            assert desk.state(model) == "parked"
+        return arguments["denoised"]
+
+    stepping = model.clone()
+    stepping.set_model_sampler_post_cfg_function(needs_the_card)
+    assert torch.equal(desk.sample(stepping), expected["high"])
+    assert desk.state(model) == "loaded"
+    assert desk.held(natives[0]) < 9
+
+
+def test_what_the_sampler_uses_itself_goes_last(desk: Desk) -> None:
+    """Room for the group comes from what the running sampler does not need, as long as that is enough."""
+    idle, used = desk.native(12), desk.native(3)
+    desk.load(idle)
+    desk.load(used)
+    comfy_host = desk.host.pack("nodes.comfy_host")
+    comfy_host.make_room([(desk.cards.devices[0], 20 * GIB)], lambda _: False)
+    assert desk.held(used) == 3
+    comfy_host.make_room([(desk.cards.devices[0], 23 * GIB)], lambda _: False)
+    assert desk.held(used) < 3
+
+
+def test_what_has_failed_three_times_is_not_loaded_for_again(
+    desk: Desk, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks lose the slot each time: a request that fails on all of them, and would again."""
+    model = desk.model()
+    spec = desk.host.pack("runtime.spec")
+    with monkeypatch.context() as patch:
+        _lose_the_slot_before(desk, patch, spec.Forward)
+        for attempt in range(3):
+            with pytest.raises(Exception, match="is empty") as caught:
+                desk.sample(model)
+            assert ("failure 3 in a row" in str(caught.value)) == (attempt == 2)
+        requests = _spy_on_requests(desk, patch)
+        with pytest.raises(Exception, match="failed 3 times in a row and is not tried again for now"):
+            desk.sample(model)
+        assert requests == [], "nothing was loaded"
+    assert desk.sample(model, side=16).shape[-1] == 16, "another size is tried"
+    assert torch.equal(desk.sample(model), expected["high"]), "and that was a success"
+
+
+def _lose_the_slot_before(desk: Desk, patch: pytest.MonkeyPatch, kind: type) -> None:
+    group = type(desk.groups.groups()[0])
+    call, unload = group.call, desk.host.pack("runtime.spec").Unload
+
+    def spoiled(this: Any, request: Any, *more: Any, **others: Any) -> Any:
+        if isinstance(request, kind):
+            for connection in this._session.connections.values():
+                connection.send(0, unload(slot=request.slot))
+        return call(this, request, *more, **others)
+
+    patch.setattr(group, "call", spoiled)
 
 
 def test_a_cancelled_load_is_forgotten_on_the_ranks(

@@ -14,18 +14,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from runtime import launch
+from runtime import launch, supervision
 from runtime.devices import cpu_devices
 from runtime.group import GROUPS, Slot, WorkerGroup
-from runtime.spec import Cancelled, Device, RankError, Sample, Unload
+from runtime.spec import Cancelled, Decode, Device, Progress, RankError, Sample, Unload
+from runtime.state import GroupState
 from tests.support.groups import encode, layout_of, make_slot, sample
+from tests.support.looping_rank import LOOP
 from tests.support.models import make_flux
 from tests.support.processes import listening, wait_until
 from tests.support.reference import Run
@@ -213,6 +215,21 @@ def test_what_a_progress_callback_raises_comes_out_and_the_ranks_stay_in_step(sl
     assert pids() == before
 
 
+def test_decoding_stops_inside_a_picture_and_the_group_stays_warm(slot: Slot) -> None:
+    """Rank 0 decodes alone; one large picture takes some seconds on one thread."""
+    slot.ensure()
+    before = pids()
+    latent = torch.zeros(1, 4, 256, 256)
+    start = time.monotonic()
+    with pytest.raises(Cancelled):
+        slot.call(
+            Decode(slot=slot.name), {"samples": latent}, cancelled=lambda: time.monotonic() - start > 0.3
+        )
+    assert time.monotonic() - start < 1.3
+    sample(slot, RUN)
+    assert pids() == before
+
+
 def test_loading_can_be_cancelled_and_tried_again(slot: Slot, tmp_path: Path) -> None:
     other = make_slot(make_flux(tmp_path / "big", seed=8), layout_of(tensor=2))
     before = pids()
@@ -277,14 +294,112 @@ def test_a_killed_rank_is_named_within_seconds_and_the_next_call_works(slot: Slo
     assert torch.equal(sample(slot, RUN), expected)
 
 
-def test_a_rank_killed_while_idle_does_not_fail_the_next_call(slot: Slot) -> None:
+def test_a_rank_killed_while_idle_is_seen_and_does_not_fail_the_next_call(slot: Slot) -> None:
     expected = sample(slot, RUN)
-    os.kill(pids()[0], signal.SIGKILL)
     group = GROUPS.groups()[0]
+    heard: list[GroupState] = []
+    group.state.listen(heard.append)
+    before, place = pids(), directory()
+    os.kill(before[0], signal.SIGKILL)
     start = time.monotonic()
-    wait_until(lambda: group._session is not None and group._session.dead == 0, 2, "the death to be seen")
+    wait_until(lambda: bool(heard), 2, "the death to be seen")
     assert time.monotonic() - start < 1
+    assert heard[0].phase == "broken"
+    assert "Rank 0 (CPU 0" in heard[0].reason and "died while the group was idle" in heard[0].reason
+    wait_until(lambda: not psutil.pid_exists(before[1]), 5, "the other rank to be ended")
+    wait_until(lambda: not place.exists(), 5, "what it left on disk to be removed")
     assert torch.equal(sample(slot, RUN), expected)
+    assert group.state.current.phase == "ready"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_call_right_after_a_rank_was_killed_or_stopped_does_not_fail(
+    slot: Slot, number: signal.Signals
+) -> None:
+    expected = sample(slot, RUN)
+    before = pids()
+    time.sleep(0.3)
+    os.kill(before[1], number)
+    if number == signal.SIGSTOP:  # a killed process is known at once, one that stops has to come to it
+        wait_until(lambda: psutil.Process(before[1]).status() == psutil.STATUS_STOPPED, 5, "it to stop")
+    assert torch.equal(sample(slot, RUN), expected)
+    assert pids() != before
+
+
+# ---- silent and stuck ranks
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The host waits for some seconds only, in the place of ten."""
+    for name in ("SILENT_SECONDS", "STUCK_SECONDS"):
+        monkeypatch.setattr(supervision, name, 4.0)
+    return 4.0
+
+
+def after_some_steps(call: Callable[[], object]) -> tuple[threading.Thread, Callable[..., None]]:
+    """A thread that makes a call once three steps are done, and the report that tells it of them."""
+    done = threading.Event()
+
+    def wait_and_call() -> None:
+        assert done.wait(60)
+        call()
+
+    def report(progress: Progress, _: object) -> None:
+        if progress.done >= 3:
+            done.set()
+
+    return threading.Thread(target=wait_and_call), report
+
+
+def test_a_stopped_rank_is_named_with_what_it_was_doing_and_the_next_call_works(
+    slot: Slot, impatient: float
+) -> None:
+    expected = sample(slot, RUN)
+    request, tensors = long_request(slot)
+    before, when = pids(), []
+
+    def stop() -> None:
+        os.kill(before[1], signal.SIGSTOP)
+        when.append(time.monotonic())
+
+    thread, report = after_some_steps(stop)
+    thread.start()
+    with pytest.raises(RankError, match=r"Rank 1 \(CPU 1, pid \d+\) was silent while sampling") as caught:
+        slot.call(request, tensors, report=report)
+    assert time.monotonic() - when[0] < impatient + 3
+    assert (caught.value.rank, caught.value.kind) == (1, "silent")
+    text = str(caught.value)
+    assert "its process is stopped (SIGSTOP)" in text
+    assert "Rank 0 (CPU 0, pid" in text and "GB of host RAM" in text  # the memory of each device
+    assert not any(psutil.pid_exists(pid) for pid in before)
+    assert torch.equal(sample(slot, RUN), expected)
+
+
+def test_a_rank_that_loops_is_named_and_its_stack_is_told(
+    folder: Path, impatient: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    GROUPS.close_all()
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "WORKER", "tests.support.looping_rank")
+        slot = make_slot(folder, layout_of(tensor=2))
+        sample(slot, RUN)
+        when: list[float] = []
+
+        def loop() -> None:
+            (directory() / LOOP).touch()
+            when.append(time.monotonic())
+
+        thread, report = after_some_steps(loop)
+        thread.start()
+        request, tensors = long_request(slot)
+        with pytest.raises(RankError, match=r"Rank 1 \(CPU 1, pid \d+\) was stuck while sampling") as caught:
+            slot.call(request, tensors, report=report)
+    assert time.monotonic() - when[0] < impatient + 4
+    assert (caught.value.rank, caught.value.kind) == (1, "stuck")
+    assert "no progress" in str(caught.value) and "the others wait for it" in str(caught.value)
+    assert "looping_rank.py" in str(caught.value) and "in block_finished" in str(caught.value)
+    sample(slot, RUN)
 
 
 @pytest.mark.parametrize("moment", ["sampling", "starting"])

@@ -68,7 +68,8 @@ class MockNVMLError(Exception):
 class MockNVML(types.ModuleType):
     """Stands for the module pynvml: some cards, and calls that fail for chosen cards (or at all, as card None).
 
-    `unlinked` are the pairs (reader, other) whose memory the first cannot read.
+    `unlinked` are the pairs (reader, other) whose memory the first cannot read; `computing` and `drawing` the bytes of
+    processes by pid, on every card, and `names` what they are called.
     """
 
     NVMLError = MockNVMLError
@@ -80,9 +81,13 @@ class MockNVML(types.ModuleType):
         cards: Sequence[tuple[str | bytes, str | bytes]] = (),
         failing: Mapping[str, Sequence[int | None]] | None = None,
         unlinked: Sequence[tuple[int, int]] = (),
+        computing: Mapping[int, int | None] | None = None,
+        drawing: Mapping[int, int | None] | None = None,
+        names: Mapping[int, str | bytes] | None = None,
     ):
         super().__init__("pynvml")
         self._cards, self._failing, self._unlinked = cards, failing or {}, unlinked
+        self._computing, self._drawing, self._names = computing or {}, drawing or {}, names or {}
         self.open = 0  # nvmlInit less nvmlShutdown
 
     def _enter(self, call: str, card: int | None = None) -> None:
@@ -122,3 +127,26 @@ class MockNVML(types.ModuleType):
         if capability != 0:
             raise TypeError(f"mock: {capability} is not the number of the capability to read")
         return 5 if (reader, other) in self._unlinked else self.NVML_P2P_STATUS_OK
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        for index, (one, _) in enumerate(self._cards):
+            if one == uuid:
+                return index
+        raise MockNVMLError(f"mock: there is no card {uuid}")
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[types.SimpleNamespace]:
+        self._enter("nvmlDeviceGetComputeRunningProcesses", handle)
+        return _processes(self._computing)
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: int) -> list[types.SimpleNamespace]:
+        self._enter("nvmlDeviceGetGraphicsRunningProcesses", handle)
+        return _processes(self._drawing)
+
+    def nvmlSystemGetProcessName(self, pid: int) -> str | bytes:
+        if pid not in self._names:
+            raise MockNVMLError(f"mock: process {pid} is not found")
+        return self._names[pid]
+
+
+def _processes(sizes: Mapping[int, int | None]) -> list[types.SimpleNamespace]:
+    return [types.SimpleNamespace(pid=pid, usedGpuMemory=nbytes) for pid, nbytes in sizes.items()]

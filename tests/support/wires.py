@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import socket
@@ -143,9 +144,10 @@ def header(*tensors: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def memory_file(content: bytes) -> Iterator[int]:
     """The descriptor of an anonymous file, such as a shared buffer is."""
-    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.write(descriptor, content)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +71,20 @@ def test_cards_that_do_not_exist_are_refused_by_number(text: str) -> None:
         f"no GPU {max(text.split(','), key=int)}", f"'{text}'", "0 (Mock), 1 (Mock), 2 (Mock), 3 (Mock)"
     ):
         choose_devices(text, CARDS)
+
+
+@pytest.mark.parametrize(("visible", "said"), [(None, False), ("", False), ("3", True)])
+def test_who_was_given_other_numbers_by_comfyui_is_told(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, said: bool
+) -> None:
+    """As `--cuda-device 3` does. Cards that exist are found by their own numbers all the same."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert choose_devices("0,1", CARDS) == CARDS[:2]
+    with refused("no GPU 7") as caught:
+        choose_devices("7", CARDS)
+    assert ("CUDA_VISIBLE_DEVICES (3) renumbers them for ComfyUI only" in str(caught.value)) == said
 
 
 @pytest.mark.parametrize(("text", "works"), [("0,0", "0"), ("1,0,1", "0,1"), ("2,02", "2")])
@@ -165,6 +181,54 @@ def test_a_card_the_driver_has_lost_is_left_out_and_the_others_keep_their_number
 def test_a_card_that_does_not_tell_its_memory_is_still_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = MockNVML([("GPU-a", "A"), ("GPU-b", "B")], failing={"nvmlDeviceGetMemoryInfo": [0]})
     assert [card.total_bytes for card in with_driver(monkeypatch, driver)] == [0, 2 * GIB]
+
+
+# ---- what other programs hold
+
+OURS, RANK = os.getpid(), 4_000_001
+OTHER, DISPLAY, FOREIGN = 4_000_002, 4_000_003, 4_000_004  # no process has such an id here
+
+
+def taken(
+    monkeypatch: pytest.MonkeyPatch,
+    computing: dict[int, int | None],
+    drawing: dict[int, int | None] | None = None,
+    *,
+    in_container: bool = False,
+) -> int:
+    """Bytes that other programs hold of a card with 8 GiB, of which 1 is free."""
+    driver = MockNVML([("GPU-a", "A")], computing=computing, drawing=drawing)
+    driver.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(total=8 * GIB, free=GIB)
+    monkeypatch.setattr(devices, "descendants", lambda pid: [RANK] if pid == OURS else [])
+    monkeypatch.setattr(devices, "sees_all_processes", lambda: not in_container)
+    (card,) = with_driver(monkeypatch, driver)
+    return card.taken_bytes
+
+
+def test_what_this_host_and_its_ranks_hold_is_not_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert taken(monkeypatch, {OURS: 2 * GIB, RANK: 3 * GIB}) == 0
+    assert taken(monkeypatch, {OURS: GIB, RANK: GIB, OTHER: 4 * GIB}, {DISPLAY: GIB}) == 5 * GIB
+
+
+def test_a_program_that_computes_and_draws_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert taken(monkeypatch, {OTHER: 2 * GIB}, {OTHER: 3 * GIB}) == 3 * GIB
+
+
+def test_a_program_whose_size_the_driver_keeps_to_itself_counts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert taken(monkeypatch, {OTHER: None, FOREIGN: GIB}) == GIB
+
+
+def test_more_than_is_used_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert taken(monkeypatch, {OTHER: 100 * GIB}) == 7 * GIB
+
+
+def test_in_a_container_the_drivers_ids_count_only_if_ours_are_among_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert taken(monkeypatch, {FOREIGN: 4 * GIB}, in_container=True) == 0
+    assert taken(monkeypatch, {FOREIGN: 4 * GIB, OURS: GIB}, in_container=True) == 4 * GIB
 
 
 # ---- which cards reach each other

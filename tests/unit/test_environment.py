@@ -105,6 +105,13 @@ def test_ranks_on_the_cpu_see_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.group_environment(cpu_devices(2))["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_what_the_machine_needs_is_put_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    cards = mock_cards(24, 24)
+    assert environment.group_environment(cards)["NCCL_P2P_DISABLE"] == "0"
+    assert environment.group_environment(cards, {"NCCL_P2P_DISABLE": "1"})["NCCL_P2P_DISABLE"] == "1"
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "threads"), [(16, 2, 8), (16, 4, 4), (64, 2, 8), (2, 4, 1), (None, 2, 1)]
 )
@@ -142,6 +149,14 @@ def test_a_directory_that_cannot_be_used_is_passed_over(monkeypatch: pytest.Monk
     for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
         monkeypatch.setenv(name, value)
     assert environment.runtime_directories() == [Path("/tmp")]
+
+
+def test_the_cache_is_where_the_user_keeps_his(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert environment.cache_directory() == Path("/home/someone/.cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert environment.cache_directory() == Path("/elsewhere")
 
 
 @pytest.mark.parametrize(("value", "seen"), [(None, None), ("", ""), ("1,0", "1,0")])

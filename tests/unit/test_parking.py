@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,10 @@ from runtime.engine.backend import Backend, pack
 from runtime.environment import RankEnvironment
 from runtime.spec import (
     Body,
+    Decode,
     DenoiserCall,
+    Done,
+    Encode,
     Failure,
     Forward,
     Forwarded,
@@ -29,12 +33,13 @@ from runtime.spec import (
     Park,
     Parked,
     Progress,
+    Sample,
     SlotInfo,
     TensorRef,
     Unload,
 )
 from runtime.worker import Worker, _failure
-from tests.support.models import randomise
+from tests.support.models import make_flux, randomise
 
 ALONE = RankEnvironment(rank=0, local_rank=0, world_size=1)
 TENSORS = {
@@ -90,6 +95,7 @@ class Rank(Worker):
         self.parallel = parallel or ParallelSpec()
         self.place, self.slots, self.cancelled_call = place, {}, 0
         self.backend = self.mock = MockBackend(place)
+        self.pulse = self.mock.pulse
         self.connection: Any = MockConnection(self.mock.events)
 
     def ask(self, request: Body, tensors: dict[str, torch.Tensor] | None = None) -> Body:
@@ -221,7 +227,7 @@ def test_a_slot_that_finds_no_room_to_come_back_is_dropped(
 def test_a_rank_that_parked_reads_the_file_where_another_has_lost_its_part(rank: Rank) -> None:
     before = rank.forward()
     rank.ask(Park(slot="a"))
-    answers = iter([True, False])
+    answers = itertools.chain([True], itertools.repeat(False))
     rank.mock.any_rank = lambda _: next(answers)  # type: ignore[method-assign]
     assert rank.load()
     assert torch.equal(rank.forward(), before)
@@ -247,6 +253,77 @@ def test_a_parked_slot_runs_nothing_and_parks_once(rank: Rank) -> None:
         answer = rank.ask(request)
         assert isinstance(answer, Failure)
         assert answer.kind == "empty"
+
+
+# ---- pipelines
+
+
+class PipelineRank(Rank):
+    """The rank of a whole pipeline; `picture` runs it from the prompt to the picture."""
+
+    def __init__(
+        self, model: Path, place: RankEnvironment = ALONE, parallel: ParallelSpec | None = None
+    ) -> None:
+        super().__init__(model, place, parallel)
+        self.model = ModelSpec(path=str(model), pipeline_class="FluxPipeline", dtype="float32")
+
+    def picture(self) -> torch.Tensor:
+        text = self._tensors(Encode(slot="a", prompt="a red circle on blue"))
+        latent = self._tensors(SAMPLE, text)
+        return self._tensors(Decode(slot="a"), latent)["images"]
+
+    def _tensors(
+        self, request: Body, tensors: dict[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        answer = self.ask(request, tensors)
+        assert isinstance(answer, Done), answer
+        return {name: tensor.clone() for name, tensor in self.connection.sent[-1][1].items()}
+
+
+SAMPLE = Sample(
+    slot="a", seed=3, steps=2, guidance=3.5, width=32, height=32, batch_size=1, denoise=1.0, preview=False
+)
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_flux(tmp_path_factory.mktemp("parking") / "flux", seed=1)
+
+
+def test_a_parked_pipeline_comes_back_without_its_files(flux: Path) -> None:
+    with _loaded(PipelineRank(flux)) as rank:
+        assert isinstance(rank, PipelineRank)
+        before = rank.picture()
+        assert rank.ask(Park(slot="a")) == Parked(in_host_memory=True)
+        for request in (Encode(slot="a", prompt=""), SAMPLE, Decode(slot="a"), Park(slot="a")):
+            answer = rank.ask(request, {"samples": torch.zeros(1, 4, 4, 4)})
+            assert isinstance(answer, Failure)
+            assert answer.kind == "empty"
+        assert not rank.load()
+        assert torch.equal(rank.picture(), before)
+
+
+def test_a_pipeline_for_which_the_host_has_no_room_is_read_again(flux: Path) -> None:
+    with _loaded(PipelineRank(flux)) as rank:
+        assert isinstance(rank, PipelineRank)
+        before = rank.picture()
+        rank.mock.room = False
+        assert rank.ask(Park(slot="a")) == Parked(in_host_memory=False)
+        assert not rank.slots
+        assert rank.load()
+        assert torch.equal(rank.picture(), before)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_of_a_pipelines_ranks_with_the_same_weights_one_keeps_them(flux: Path, number: int) -> None:
+    place = RankEnvironment(rank=number, local_rank=number, world_size=2)
+    with _loaded(PipelineRank(flux, place, ParallelSpec(ulysses=2))) as rank:
+        parameters = list(rank.slots["a"].transformer.parameters())
+        shapes, whole = [p.shape for p in parameters], sum(p.nbytes for p in parameters)
+        assert rank.ask(Park(slot="a")) == Parked(in_host_memory=True)
+        assert sum(p.nbytes for p in parameters) == (0 if number else whole)
+        assert not rank.load()
+        assert [p.shape for p in parameters] == shapes
 
 
 def test_kept_tensors_go_with_the_weights(rank: Rank) -> None:

@@ -20,10 +20,10 @@ import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
 from runtime.engine.loading import empty_model
-from runtime.engine.pipelines import pack, predicted_clean, schedule, unpack
+from runtime.engine.pipelines import _between_tensors, pack, predicted_clean, schedule, unpack
 from runtime.engine.plans import tensor_plan
 from runtime.folder import ALLOWED, inspect_pipeline
-from runtime.spec import ModelFacts
+from runtime.spec import Cancelled, ModelFacts
 from tests.support.models import FluxSize, make_flux
 from tests.support.threads import one_torch_thread
 
@@ -34,6 +34,37 @@ STEPS = (1, 2, 3, 8, 20, 28, 50)
 def polite() -> Iterator[None]:
     with one_torch_thread():
         yield
+
+
+# ---- load
+
+
+def test_an_encoder_that_is_being_loaded_can_be_stopped_between_two_tensors(tmp_path: Path) -> None:
+    """And nothing of it stays behind: the same folder loads whole afterwards."""
+    config = transformers.CLIPTextConfig(
+        hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=2, vocab_size=20
+    )
+    whole = transformers.CLIPTextModel(config)
+    whole.save_pretrained(tmp_path)
+    asked = 0
+
+    def stop_at_the_fifth() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 5:
+            raise Cancelled
+
+    with pytest.raises(Cancelled), _between_tensors(stop_at_the_fifth):
+        transformers.CLIPTextModel.from_pretrained(tmp_path)
+    assert asked == 5
+    counted: list[None] = []
+    with _between_tensors(lambda: counted.append(None)):
+        loaded = transformers.CLIPTextModel.from_pretrained(tmp_path)
+    assert len(counted) == len(whole.state_dict())
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    transformers.CLIPTextModel.from_pretrained(tmp_path)
+    assert len(counted) == len(whole.state_dict())
 
 
 # ---- schedule

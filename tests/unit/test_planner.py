@@ -360,10 +360,47 @@ def test_only_the_cards_asked_for_are_used_in_the_order_asked_for() -> None:
     assert indices(planned(mock_facts(), config, mock_cards(8, 16, 24, 32))) == [3, 1]
 
 
-def test_what_other_programs_hold_of_a_card_does_not_change_the_layout() -> None:
-    """ComfyUI makes room for a load; a layout that depended on the moment would load the model anew each time."""
-    busy = Device(kind="cuda", index=1, uuid="GPU-busy", total_bytes=24 * GIB, free_bytes=2 * GIB)
-    assert planned(mock_facts(10), "auto", (*mock_cards(24), busy)).spec.describe() == "ulysses 2"
+def busy(total: float, taken: float = 0.0, free: float = 1.0) -> Device:
+    """A card of so many GiB, of which other programs hold a part."""
+    return Device(
+        kind="cuda",
+        index=1,
+        uuid="GPU-busy",
+        total_bytes=int(total * GIB),
+        free_bytes=int(free * GIB),
+        taken_bytes=int(taken * GIB),
+    )
+
+
+@pytest.mark.parametrize("taken", [0, 0.3, 0.9])
+def test_what_this_host_holds_of_a_card_does_not_change_the_layout(taken: float) -> None:
+    """ComfyUI makes room for a load; a layout that depended on the moment would load the model anew each time.
+
+    Nor does a display, for which a part of every card is left.
+    """
+    layout = planned(mock_facts(10), "auto", (*mock_cards(24), busy(24, taken)))
+    assert layout.spec.describe() == "ulysses 2"
+
+
+def test_what_other_programs_hold_of_a_card_is_not_used_for_weights() -> None:
+    """24 GiB over two cards of 24, of which one has 12 left: 16 and 8."""
+    layout = planned(mock_facts(24), "prefer tensor", (*mock_cards(24), busy(24, 12)))
+    assert layout.spec.tensor_shares == (24, 12)
+    used_up = planned(mock_facts(10), "auto", (*mock_cards(24), busy(24, 23)))
+    assert used_up.devices == mock_cards(24)
+
+
+def test_small_changes_of_other_programs_do_not_change_the_shares() -> None:
+    layouts = [
+        planned(mock_facts(24), "prefer tensor", (*mock_cards(24), busy(24, taken)))
+        for taken in (12.0, 12.4, 12.99)
+    ]
+    assert [layout.spec.tensor_shares for layout in layouts] == [(24, 12)] * 3
+
+
+def test_a_card_too_small_because_of_other_programs_is_refused_with_what_they_hold() -> None:
+    with refused("has 24.0 GB, of which other programs hold 20"):
+        planned(mock_facts(10), manual(ulysses=2), (*mock_cards(24), busy(24, 20.5)))
 
 
 @pytest.mark.parametrize("gib", [10, 100])

@@ -20,7 +20,9 @@ class MockSession(SimpleNamespace):
     """Mock of a life of a group: which rank is dead, and no processes."""
 
     def __init__(self) -> None:
-        super().__init__(dead=None, memory={}, pids={}, ready={0: None, 1: None})
+        super().__init__(dead=None, ready={0: None, 1: None})
+
+    def find_lost(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -70,7 +72,7 @@ def test_a_park_that_fails_leaves_nothing_behind(
 ) -> None:
     asked = []
 
-    def fails(request: Any) -> None:
+    def fails(request: Any, **_: Any) -> None:
         asked.append(type(request).__name__)
         raise RankError("Rank 1 failed")
 

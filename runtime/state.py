@@ -1,0 +1,208 @@
+"""What a group is doing, as one value: its phase with the reason for it, and what is known of each rank.
+
+    stopped ── starting ── ready ── busy ── ready ...        parked: ready, with all it holds in host RAM
+                  └───────────┴───────┴──── broken           the next use starts it again
+
+Everything that tells of a group, its errors and `/sharded/state`, is made from this value.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from .spec import Device, Heartbeat, Memory
+
+log = logging.getLogger("comfyui-sharded")
+
+PHASES = ("stopped", "starting", "ready", "busy", "parked", "broken")
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank. `phase` is "stopped", "starting", "ready" or "dead"; `heard` a reading of the monotonic clock."""
+
+    rank: int
+    device: Device
+    phase: str = "stopped"
+    pid: int | None = None
+    heard: float | None = None
+    heartbeat: Heartbeat | None = None
+
+    @property
+    def name(self) -> str:
+        """As errors begin with it: "Rank 1 (GPU 1 NVIDIA L40, pid 4711)"."""
+        pid = f", pid {self.pid}" if self.pid is not None else ""
+        return f"Rank {self.rank} ({self.device.label}{pid})"
+
+    @property
+    def memory(self) -> Memory:
+        return self.heartbeat.memory if self.heartbeat else Memory()
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """The state of a group since `since`, a reading of the monotonic clock.
+
+    While it is busy, `request` is the kind of request in small letters, `doing` the operation as people say it, and
+    `slot` the model's slot or "". `reason` says why a group is stopped or broken.
+    """
+
+    phase: str
+    ranks: tuple[RankState, ...]
+    since: float = field(default_factory=time.monotonic)
+    request: str = ""
+    doing: str = ""
+    slot: str = ""
+    reason: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """For how long it has been so."""
+        return time.monotonic() - self.since
+
+    @property
+    def legacy_phase(self) -> str:
+        """`phase` as `/sharded/state` has always named it: a busy group by its request, a broken one as stopped."""
+        return {"busy": self.request, "broken": "stopped"}.get(self.phase, self.phase)
+
+
+Listener = Callable[[GroupState], None]
+
+
+class StateMachine:
+    """Holds the current state of one group. Thread-safe; the only place where it changes."""
+
+    def __init__(self, devices: tuple[Device, ...]):
+        self._lock = threading.RLock()
+        self._listeners: list[Listener] = []
+        self._current = GroupState("stopped", _ranks(devices, "stopped"))
+
+    @property
+    def current(self) -> GroupState:
+        return self._current
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener` with every new phase, in the thread that changes it; it must return at once."""
+        self._listeners.append(listener)
+
+    # ---- of the group
+
+    def starting(self) -> None:
+        devices = tuple(one.device for one in self._current.ranks)
+        self._enter(GroupState("starting", _ranks(devices, "starting")))
+
+    def ready(self, *, parked: bool = False) -> None:
+        """Nothing runs. A group that is broken or stopped stays so."""
+        with self._lock:
+            if self._current.phase not in ("stopped", "broken"):
+                self._enter(GroupState("parked" if parked else "ready", self._current.ranks))
+
+    def busy(self, request: str, doing: str, slot: str = "") -> None:
+        with self._lock:
+            self._enter(GroupState("busy", self._current.ranks, request=request, doing=doing, slot=slot))
+
+    def ended(self, reason: str) -> None:
+        """Its processes were ended on purpose."""
+        self._end("stopped", reason)
+
+    def broken(self, reason: str) -> None:
+        """A rank was lost, or the start failed: its processes are gone, or about to be."""
+        self._end("broken", reason)
+
+    def _end(self, phase: str, reason: str) -> None:
+        with self._lock:
+            devices = tuple(one.device for one in self._current.ranks)
+            self._enter(GroupState(phase, _ranks(devices, "stopped"), reason=reason))
+
+    # ---- of its ranks
+
+    def rank_joined(self, rank: int, pid: int | None) -> None:
+        self._change(rank, pid=pid)
+
+    def rank_ready(self, rank: int) -> None:
+        self._change(rank, phase="ready")
+
+    def rank_heard(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+        self._change(rank, heard=now, heartbeat=heartbeat)
+
+    def rank_lost(self, rank: int, why: str) -> None:
+        """A rank is gone. A group that was idle is broken by it; who runs a call says himself what became of it."""
+        with self._lock:
+            self._change(rank, phase="dead")
+            if self._current.phase in ("ready", "parked"):
+                reason = f"{self._current.ranks[rank].name} {why} while the group was idle."
+                self._enter(GroupState("broken", self._current.ranks, reason=reason))
+
+    def _change(self, rank: int, **changes: Any) -> None:
+        with self._lock:
+            ranks = tuple(replace(one, **changes) if one.rank == rank else one for one in self._current.ranks)
+            self._current = replace(self._current, ranks=ranks)
+
+    def _enter(self, new: GroupState) -> None:
+        with self._lock:
+            self._current = new
+            listeners = list(self._listeners)
+        for listener in listeners:
+            try:
+                listener(new)
+            except Exception:  # whoever listens must not change what becomes of a group
+                log.exception("A listener of a group's state failed.")
+
+
+def _ranks(devices: tuple[Device, ...], phase: str) -> tuple[RankState, ...]:
+    return tuple(RankState(rank, device, phase) for rank, device in enumerate(devices))
+
+
+def as_data(state: GroupState) -> dict[str, Any]:
+    """The state as plain data, as `/sharded/state` answers it. Times are seconds."""
+    now = time.monotonic()
+    return {
+        "phase": state.legacy_phase,
+        "state": state.phase,
+        "doing": state.doing,
+        "slot": state.slot,
+        "seconds": round(now - state.since, 1),
+        "reason": state.reason,
+        "ranks": [
+            {
+                "rank": one.rank,
+                "pid": one.pid,
+                "device": one.device.key,
+                "label": one.device.label,
+                "state": one.phase,
+                "doing": one.heartbeat.doing if one.heartbeat else "",
+                "memory": msgspec.to_builtins(one.memory),
+                "memory_age": round(now - one.heard, 1) if one.heard is not None else None,
+            }
+            for one in state.ranks
+        ],
+    }
+
+
+def memory_lines(state: GroupState) -> str:
+    """The memory of each device as its rank last told it, a line each; "" if none has."""
+    return "\n".join(
+        f"{one.name}: {', '.join(words)}" for one in state.ranks if (words := _memory_words(one.memory))
+    )
+
+
+def _memory_words(memory: Memory) -> list[str]:
+    words = []
+    if memory.device_used is not None and memory.device_total is not None:
+        words.append(f"device {_gib(memory.device_used)} of {_gib(memory.device_total)} GB used")
+    if memory.weights is not None:
+        words.append(f"{_gib(memory.weights)} GB of it by this rank's tensors")
+    if memory.host is not None:
+        words.append(f"{_gib(memory.host)} GB of host RAM")
+    return words
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f}"

@@ -1,0 +1,410 @@
+"""What POST /sharded/group refuses, on a real aiohttp server: other origins, other bodies, other moments."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import json
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import ClientResponse, web
+from aiohttp.test_utils import TestClient, TestServer
+
+from tests.support.processes import wait_until
+from tests.support.source import sources
+from tools import ROOT
+
+
+def _pack(*names: str) -> list[Any]:
+    """Modules of the pack under a package of their own: nothing of ComfyUI is needed."""
+    for name, folder in {"pack_of_routes": ROOT, "pack_of_routes.nodes": ROOT / "nodes"}.items():
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = [str(folder)]
+    return [importlib.import_module(f"pack_of_routes.{name}") for name in names]
+
+
+routes, group_module, spec, devices = _pack(
+    "nodes.routes", "runtime.group", "runtime.spec", "runtime.devices"
+)
+GROUPS = group_module.GROUPS
+INFO = spec.SlotInfo(weight_bytes=1 << 30, seconds=0.1)
+JSON = {"Content-Type": "application/json"}
+
+
+class MockSession(SimpleNamespace):
+    """Mock of a life of a group: alive until it is closed, and no processes."""
+
+    def __init__(self) -> None:
+        super().__init__(dead=None, closed=False, processes=SimpleNamespace(agent_pid=1))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Desk:
+    """The routes, a group with a model on it, and what ComfyUI would say."""
+
+    def __init__(self) -> None:
+        self.workflow_runs = False
+        self.listed = True
+        self.group = GROUPS.group(devices.cpu_devices(2))
+        self.session = MockSession()
+        layout = spec.Layout(spec=spec.ParallelSpec(tensor=2), devices=self.group.devices, reason="")
+        self.slot = GROUPS.slot(layout, spec.ModelSpec(path="/models/a", pipeline_class="", dtype="float32"))
+        self.group.layouts[self.slot.name] = layout
+        self.group.slots[self.slot.name] = INFO
+        self.revive()
+        self.group.used_at -= 1000
+        self.asked: list[str] = []
+        self.group.call = self._answer
+
+    def revive(self) -> None:
+        self.session.closed = False
+        self.group._session = self.session
+        self.group.state.starting()
+        self.group.settle()
+
+    def _answer(self, request: Any, **how: Any) -> dict[int, Any]:
+        assert how.get("start") is False, "a route could start processes"
+        self.asked.append(type(request).__name__)
+        body = INFO if isinstance(request, spec.Load) else spec.Parked(in_host_memory=True)
+        return {rank: SimpleNamespace(body=body) for rank in (0, 1)}
+
+    @property
+    def id(self) -> str:
+        return str(GROUPS.snapshot()[0]["id"])
+
+    @property
+    def phase(self) -> str:
+        return str(self.group.state.current.phase)
+
+    def application(self) -> web.Application:
+        table = web.RouteTableDef()
+        routes.add_to(table, lambda: self.workflow_runs, lambda _: self.listed)
+        application = web.Application(client_max_size=100 << 20)
+        application.add_routes(table)
+        return application
+
+
+Asks = Callable[[Desk, TestClient], Awaitable[None]]
+
+
+@pytest.fixture
+def desk() -> Any:
+    desk = Desk()
+    yield desk
+    GROUPS.close_all()
+
+
+def talk(desk: Desk, asks: Asks) -> None:
+    """Run `asks` with a client of a server that has the routes."""
+
+    async def run() -> None:
+        async with TestClient(TestServer(desk.application())) as client:
+            await asks(desk, client)
+
+    asyncio.run(run())
+
+
+async def post(
+    desk: Desk,
+    client: TestClient,
+    action: object = "stop",
+    headers: dict[str, str] | None = None,
+    **more: Any,
+) -> ClientResponse:
+    body = json.dumps({"action": action, "group": desk.id, **more})
+    return await client.post("/sharded/group", data=body, headers={**JSON, **(headers or {})})
+
+
+async def refusal(answer: ClientResponse) -> tuple[int, str]:
+    return answer.status, str((await answer.json())["error"])
+
+
+async def eventually(desk: Desk, phase: str) -> None:
+    await asyncio.to_thread(wait_until, lambda: desk.phase == phase, 10, f"the group to be {phase}")
+
+
+# ---- what it does
+
+
+def test_park_restore_and_stop(desk: Desk) -> None:
+    async def asks(desk: Desk, client: TestClient) -> None:
+        answer = await post(desk, client, "park")
+        assert answer.status == 202
+        assert await answer.json() == {"action": "park", "group": "cpu:0,cpu:1"}
+        await eventually(desk, "parked")
+        desk.group.used_at -= 1000
+        assert (await post(desk, client, "restore")).status == 202
+        await eventually(desk, "ready")
+        assert desk.asked == ["Park", "Load"]
+        assert (await post(desk, client, "stop")).status == 202
+        await eventually(desk, "stopped")
+        assert desk.session.closed
+        state = await (await client.get("/sharded/state")).json()
+        assert state["groups"][0]["reason"] == "Stopped by request."
+        for action in ("park", "restore", "stop"):
+            assert await refusal(await post(desk, client, action)) == (409, "The group does not run.")
+
+    talk(desk, asks)
+
+
+# ---- who may ask
+
+
+def origins(host: str) -> list[tuple[dict[str, str], int]]:
+    return [
+        ({}, 202),  # a program, not a browser
+        ({"Origin": f"http://{host}"}, 202),
+        ({"Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}, 202),
+        ({"Origin": "https://sd.example", "Sec-Fetch-Site": "same-origin"}, 202),  # behind a proxy
+        ({"Origin": f"http://{host}", "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),  # another port of this machine
+        ({"Sec-Fetch-Site": "none"}, 403),
+        ({"Sec-Fetch-Site": ""}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": ""}, 403),
+        ({"Origin": f"http://{host}.evil.example"}, 403),
+        ({"Origin": f"http://{host.split(':')[0]}"}, 403),  # another port
+        ({"Origin": f"file://{host}"}, 403),
+        ({"Origin": "http://[::1"}, 403),
+        ({"Origin": f"http://user@{host}:99999"}, 403),
+    ]
+
+
+def test_other_origins_are_refused(desk: Desk) -> None:
+    async def asks(desk: Desk, client: TestClient) -> None:
+        for headers, status in origins(f"{client.host}:{client.port}"):
+            desk.revive()
+            answer = await post(desk, client, headers=headers)
+            assert answer.status == status, headers
+            if status == 202:
+                await asyncio.to_thread(wait_until, lambda: desk.session.closed, 10, "the group to stop")
+            else:
+                assert not desk.session.closed
+
+    talk(desk, asks)
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "same"),
+    [
+        ("sd.example", "https://sd.example", True),
+        ("sd.example:443", "https://sd.example", True),
+        ("sd.example", "https://sd.example:443", True),
+        ("sd.example", "http://sd.example:80", True),
+        ("SD.example:8188", "http://sd.EXAMPLE:8188", True),
+        ("[::1]:8188", "http://[::1]:8188", True),
+        ("sd.example:80", "https://sd.example", False),
+        ("sd.example", "https://sd.example:8188", False),
+        ("", "http://sd.example", False),
+        ("", "null", False),
+        ("a:x", "http://b:x", False),
+    ],
+)
+def test_what_is_the_same_origin(host: str, origin: str, same: bool) -> None:
+    assert routes.is_same_origin({"Host": host, "Origin": origin}) is same
+
+
+# ---- what may be asked
+
+JUNK = [
+    b"",
+    b"null",
+    b"[]",
+    b'"stop"',
+    b"{",
+    b"\xff\xfe",
+    b"{}",
+    b'{"action": "stop"}',
+    b'{"group": "cpu:0,cpu:1"}',
+    b'{"action": "start", "group": "cpu:0,cpu:1"}',
+    b'{"action": "STOP", "group": "cpu:0,cpu:1"}',
+    b'{"action": ["stop"], "group": "cpu:0,cpu:1"}',
+    b'{"action": "stop", "group": ["cpu:0", "cpu:1"]}',
+    b'{"action": "stop", "group": 0}',
+    b'{"action": "stop", "group": null}',
+    b'{"action": "stop", "group": "cpu:0,cpu:1", "path": "/etc/passwd"}',
+    b'{"action": "stop", "group": "cpu:0,cpu:1"} {}',
+    b"[" * 1000,
+]
+
+
+def test_other_bodies_are_refused(desk: Desk) -> None:
+    async def asks(desk: Desk, client: TestClient) -> None:
+        for body in JUNK:
+            answer = await client.post("/sharded/group", data=body, headers=JSON)
+            assert answer.status == 400, body
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json"):
+            answer = await post(desk, client, headers={"Content-Type": kind})
+            assert answer.status == 415, kind
+
+    talk(desk, asks)
+    assert desk.phase == "ready"
+
+
+def test_a_large_body_is_not_read(desk: Desk) -> None:
+    sent = 0
+
+    async def asks(desk: Desk, client: TestClient) -> None:
+        async def endless() -> AsyncIterator[bytes]:
+            nonlocal sent
+            yield b'{"action": "stop", "group": "'
+            while sent < 64 << 20:
+                sent += 1 << 16
+                yield b"x" * (1 << 16)
+
+        assert (await post(desk, client, group="x" * 2000)).status == 413
+        try:
+            answer = await client.post("/sharded/group", data=endless(), headers=JSON)
+            assert answer.status == 413
+        except OSError:  # it hung up on us, as it may
+            pass
+
+    talk(desk, asks)
+    assert sent < 64 << 20
+    assert desk.phase == "ready"
+
+
+@pytest.mark.parametrize("group", ["", "cpu:0", "cpu:1,cpu:0", "../../etc/passwd", "cuda:GPU-1"])
+def test_unknown_groups_are_refused(desk: Desk, group: str) -> None:
+    async def asks(desk: Desk, client: TestClient) -> None:
+        assert (await post(desk, client, group=group)).status == 404
+
+    talk(desk, asks)
+    assert [one.id for one in GROUPS.groups()] == ["cpu:0,cpu:1"]
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
+def test_other_methods_are_refused(desk: Desk, method: str) -> None:
+    async def asks(desk: Desk, client: TestClient) -> None:
+        body = json.dumps({"action": "stop", "group": desk.id})
+        answer = await client.request(method, "/sharded/group", data=body, headers=JSON)
+        assert answer.status == 405
+        assert (await client.post("/sharded/state", data=body, headers=JSON)).status == 405
+
+    talk(desk, asks)
+    assert desk.phase == "ready"
+
+
+# ---- when it cannot be
+
+
+@pytest.mark.parametrize("action", ["park", "restore", "stop"])
+def test_a_busy_group_says_so(desk: Desk, action: str) -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with desk.group._lock:
+            desk.group.state.busy("sample", "sampling")
+            inside.set()
+            done.wait(10)
+
+    async def asks(desk: Desk, client: TestClient) -> None:
+        status, reason = await refusal(await post(desk, client, action))
+        assert status == 409
+        assert reason == "The group is busy (sampling). Cancel the workflow first, or wait for its end."
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    inside.wait(10)
+    talk(desk, asks)
+    done.set()
+    worker.join()
+    assert not desk.asked and not desk.session.closed
+
+
+@pytest.mark.parametrize("action", ["park", "restore", "stop"])
+def test_between_two_steps_a_group_is_busy_too(desk: Desk, action: str) -> None:
+    desk.workflow_runs = True
+    desk.group.used_at += 999
+
+    async def asks(desk: Desk, client: TestClient) -> None:
+        status, reason = await refusal(await post(desk, client, action))
+        assert (status, reason) == (
+            409,
+            "A workflow is using the group. Cancel it first, or wait for its end.",
+        )
+        desk.group.used_at -= 1000  # the workflow is about something else
+        assert (await post(desk, client, "park")).status == 202
+        await eventually(desk, "parked")
+
+    talk(desk, asks)
+
+
+def test_what_cannot_be_restored(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def asks(desk: Desk, client: TestClient) -> None:
+        assert await refusal(await post(desk, client, "restore")) == (409, "Nothing is parked there.")
+        await post(desk, client, "park")
+        await eventually(desk, "parked")
+        desk.group.used_at -= 1000
+        desk.listed = False
+        status, reason = await refusal(await post(desk, client, "restore"))
+        assert status == 409 and "ComfyUI has taken its place" in reason
+        desk.listed = True
+        full = {"device_used": 15 << 30, "device_total": 16 << 30}
+        snapshot = desk.group.snapshot()
+        for rank in snapshot["ranks"]:
+            rank["memory"] |= full
+        with monkeypatch.context() as patch:
+            patch.setattr(desk.group, "snapshot", lambda: snapshot)
+            status, reason = await refusal(await post(desk, client, "restore"))
+        assert status == 409 and reason.startswith("CPU 0 has no room for it now.")
+        assert desk.asked == ["Park"]
+        desk.session.dead = 0
+        assert (await refusal(await post(desk, client, "restore")))[0] == 409
+
+    talk(desk, asks)
+    assert desk.asked == ["Park"]
+
+
+# ---- what a route or a workflow can carry at all
+
+
+def test_there_are_no_other_routes() -> None:
+    """Whoever adds one adds its tests here, and its line to the README."""
+    found = {
+        (node.func.attr, node.args[0].value)
+        for source in sources("", "nodes", "runtime")
+        for node in source.walk()
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and str(node.args[0].value).startswith("/")
+        and node.func.attr in ("get", "post", "put", "delete", "patch", "head", "options", "view", "static")
+    }
+    assert found == {("get", "/sharded/state"), ("post", "/sharded/group")}
+    asked = [f"{s.file}:{n.lineno}" for s in sources("nodes") for n in s.walk() if _adds_route(n)]
+    assert not asked
+
+
+def _adds_route(node: ast.AST) -> bool:
+    other = ("add_route", "add_get", "add_post", "add_static", "add_routes", "route")
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in other
+
+
+def test_a_workflow_carries_three_texts_and_numbers_and_entries_of_lists() -> None:
+    """Nothing else could be a path, a URL, a program or code; each of the three is read by a parser of its own."""
+    schema = json.loads((ROOT / "tests" / "unit" / "node_schema.json").read_text())
+    texts, kinds = set(), set()
+    for node, described in schema.items():
+        for inputs in described["input"].values():
+            for name, (kind, *_) in inputs.items():
+                kinds.add(str(kind))
+                if kind == "STRING":
+                    texts.add((node, name))
+    assert {text for text in texts if text[1] != "devices"} == {
+        ("ShardedEncodePrompt", "text"),
+        ("ShardedTensorPlan", "plan"),
+    }
+    values = {"STRING", "INT", "FLOAT", "BOOLEAN", "COMBO"}
+    cables = {"PARALLEL_CONFIG", "SHARDED_PIPELINE", "CONDITIONING", "LATENT", "*"}
+    assert kinds <= values | cables | {"UNIQUE_ID", "PROMPT", "EXTRA_PNGINFO"}
