@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
 
 from comfy_api.latest import io
 
@@ -16,6 +16,8 @@ from .moving import ELSE, Moving
 
 log = logging.getLogger("comfyui-sharded")
 T = TypeVar("T")
+Way = Literal["", "tiles", "host"]  # in which a stage of rank 0 is computed: as it is, in tiles, in host RAM
+_INSTEAD = {"tiles": "in tiles", "host": "on the CPU, which is slow"}
 CATEGORY = "sharded"
 ParallelConfigCable = io.Custom("PARALLEL_CONFIG")
 PipelineCable = io.Custom("SHARDED_PIPELINE")
@@ -45,22 +47,24 @@ class ShardedPipeline(Moving):
 
         return self.with_room(run)
 
-    def staged(self, run: Callable[[bool], T]) -> T:
-        """What `run(False)` gives; if rank 0's card had no room for it, `run(True)`, which computes in host RAM.
+    def staged(self, run: Callable[[Way], T], ways: Sequence[Way]) -> T:
+        """What `run` gives in the first of `ways` that rank 0's device has room for; which one is said on the node.
 
-        That is said on the node. Encoders and VAE are on rank 0 only: another layout would help them little.
+        Encoders and VAE are on rank 0 only: another layout would help them little.
         """
+        device = self.slot.layout.devices[0]
+        ways = [way for way in ways if way != "host" or device.kind != "cpu"]
         with comfy_host.comfy_errors():
-            first = self.slot.layout.devices[0]
-            try:
-                return run(False)
-            except RankOutOfMemory as error:
-                if first.kind == "cpu":
-                    error.advise(ELSE)
-                    raise
-                log.warning("%s\nComputed on the CPU instead.", error.summary)
-            node = comfy_host.executing_node()
-            comfy_host.say(
-                node, f"Out of memory on {first.label}: computed on the CPU instead, which is slow"
-            )
-            return run(True)
+            for way in ways:
+                if way:
+                    comfy_host.say(
+                        comfy_host.executing_node(), f"Out of memory on {device.label}: now {_INSTEAD[way]}"
+                    )
+                try:
+                    return run(way)
+                except RankOutOfMemory as error:
+                    if way == ways[-1]:
+                        error.advise(ELSE)
+                        raise
+                    log.warning("%s", error.summary)
+        raise AssertionError("no way was given")

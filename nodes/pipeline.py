@@ -41,10 +41,11 @@ class EncodePrompt(io.ComfyNode):
         progress = comfy_host.NodeProgress(cls.hidden.unique_id)
         pipeline.ensure(progress)
         reply = pipeline.staged(
-            lambda on_host: pipeline.slot.call(
-                Encode(slot=pipeline.slot.name, prompt=text, on_host=on_host),
+            lambda way: pipeline.slot.call(
+                Encode(slot=pipeline.slot.name, prompt=text, on_host=way == "host"),
                 cancelled=comfy_host.interrupted,
-            )
+            ),
+            ("", "host"),
         )
         embeds, pooled = (reply.tensors[name].float() for name in ("prompt_embeds", "pooled"))
         return io.NodeOutput([[embeds, {"pooled_output": pooled}]])
@@ -207,12 +208,13 @@ class Decode(io.ComfyNode):
         latent = samples["samples"]
         _check_channels(latent, info)
         reply = pipeline.staged(
-            lambda on_host: pipeline.slot.call(
-                DecodeRequest(slot=pipeline.slot.name, on_host=on_host),
+            lambda way: pipeline.slot.call(
+                DecodeRequest(slot=pipeline.slot.name, tiled=way == "tiles", on_host=way == "host"),
                 {"samples": latent},
                 report=progress.report,
                 cancelled=comfy_host.interrupted,
-            )
+            ),
+            ("", "tiles", "host"),
         )
         images = reply.tensors["images"]
         count, height, width, _ = images.shape

@@ -387,13 +387,11 @@ class WorkerGroup:
         if verdict is None:
             headline = f"{name} died while {doing}, {when}."
             cause = "Its process ended without an error of its own: killed from outside, or by the system for memory."
-            lines = 12
         else:
             headline = f"{name} was {verdict.kind} while {doing}, {when}: {verdict.why}."
             cause = "All ranks were ended; the log says where this one was, and what it had written before."
-            lines = 40
         text = f"{headline}\n{cause}\nQueue the prompt again: the group starts anew by itself."
-        detail = _details(state, session.log_tail(first, lines))
+        detail = _details(state, session.log_tail(first, 40))  # the stacks of its threads may be there
         self._break(headline)
         kind = kind or (verdict.kind if verdict else "died")
         return RankError(text + detail, rank=first, kind=kind)

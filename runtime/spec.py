@@ -290,10 +290,12 @@ class Sample(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Decode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Decode tensor `samples` [B, C, h, w] in VAE space. Reply tensor: `images` [B, H, W, 3] float32 in 0..1.
 
+    `tiled` decodes a large picture in tiles, which take less memory than all of it and differ at their blended seams.
     `on_host` as in Encode.
     """
 
     slot: str
+    tiled: bool = False
     on_host: bool = False
 
 

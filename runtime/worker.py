@@ -188,9 +188,7 @@ class Worker:
                 return self._done(self._pipeline(request.slot).sample(request, tensors, report, cancelled))
             case Decode():
                 pipeline, new = self._pipeline(request.slot), self.connection.pool.empty
-                return self._done(
-                    pipeline.decode(tensors["samples"], new, report, cancelled, request.on_host)
-                )
+                return self._done(pipeline.decode(request, tensors["samples"], new, report, cancelled))
             case Forward():
                 slot = self._denoiser(request.slot)
                 spans, outputs = slot.forward(request, tensors, self.connection.pool.empty)

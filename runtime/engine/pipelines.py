@@ -19,7 +19,7 @@ import torch
 import transformers
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-from ..spec import Cancelled, ModelSpec, ParallelSpec, Progress, Sample, SlotInfo
+from ..spec import Cancelled, Decode, ModelSpec, ParallelSpec, Progress, Sample, SlotInfo
 from .backend import Backend
 from .checkpoints.folder import open_folder
 from .context import divide_sequence
@@ -33,6 +33,7 @@ from .transformer import load_transformer, plan_transformer
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 _PATCH = 2  # Flux packs 2x2 latent cells into one token
+_TILE = 512  # pixels on a side, as the tiles of ComfyUI's VAE Decode (Tiled)
 _NO_COMPONENTS = dict.fromkeys(
     ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer")
 )
@@ -230,11 +231,11 @@ class PipelineSlot(HeldSlot):
 
     def decode(
         self,
+        request: Decode,
         samples: torch.Tensor,
         allocate: Allocate,
         report: Report,
         cancelled: IsCancelled,
-        on_host: bool = False,
     ) -> dict[str, torch.Tensor]:
         """`images` [B, H, W, 3] float32 in 0..1 on rank 0, nothing elsewhere. One picture at a time; no collective."""
         if not self.is_first:
@@ -243,7 +244,8 @@ class PipelineSlot(HeldSlot):
         images: torch.Tensor | None = None
         with (
             self.backend.pulse.stoppable(cancelled),
-            self.backend.staged(self.vae, parameter_bytes(self.vae), on_host) as device,
+            self.backend.staged(self.vae, parameter_bytes(self.vae), request.on_host) as device,
+            self._tiling(request.tiled),
         ):
             for number, latent in enumerate(samples):
                 if cancelled():
@@ -256,6 +258,20 @@ class PipelineSlot(HeldSlot):
                 report(Progress(phase="decoding", done=number + 1, total=count))
         assert images is not None
         return {"images": images}
+
+    @contextmanager
+    def _tiling(self, wanted: bool) -> Iterator[None]:
+        """While it is open, the VAE decodes what is larger than a tile in tiles, if that is `wanted`."""
+        if not wanted:
+            yield
+            return
+        # Its own are as large as the pictures that it was trained with.
+        self.vae.tile_sample_min_size, self.vae.tile_latent_min_size = _TILE, _TILE // self.vae_factor
+        self.vae.enable_tiling()
+        try:
+            yield
+        finally:
+            self.vae.disable_tiling()
 
 
 @contextmanager

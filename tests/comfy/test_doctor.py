@@ -37,7 +37,8 @@ def test_the_report_is_text_and_a_loaded_model_stays(
     assert "Everything that was tried works: 2 CPU ranks" in " ".join(text.split())
     assert "ComfyUI unknown" not in text
     assert before and pids(client) == before
-    assert [one["data"] for one in map(vars, run.of("text")) if "Everything that was" in one["data"]["text"]]
+    said = [event.data for event in client.events if event.kind == "text"]
+    assert any(one["node"] == "1" and "Everything that was tried works" in one["text"] for one in said)
 
 
 def test_it_can_be_cancelled_and_leaves_nothing(client: ComfyClient, comfy_server: Server) -> None:

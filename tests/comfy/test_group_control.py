@@ -131,8 +131,10 @@ def test_the_nodes_act_in_every_run(client: ComfyClient) -> None:
     workflow = with_node(pipeline_prompt(tensor=2, seed=1, text=TEXT), PARK, "load")
     client.run(workflow)
     assert slot_states(client)
-    _, said = run_and_hear(client, workflow)
-    assert said == ["Nothing is loaded on CPU 0, CPU 1."]
+    # Everything else is the same and not computed again: what the node has parked stays so.
+    run_and_hear(client, workflow)
+    assert slot_states(client) == ["parked"]
+    assert run_and_hear(client, workflow)[1] == ["Nothing is loaded on CPU 0, CPU 1."]
 
 
 def test_stop_ends_the_ranks_and_the_next_prompt_starts_others(client: ComfyClient) -> None:
@@ -191,6 +193,7 @@ def test_the_route_parks_and_restores_between_workflows(client: ComfyClient) -> 
     wait_until(lambda: group(client)["phase"] == "parked", 10, "the group to park")
     client.free()
     wait_until(lambda: slot_states(client) == [], 10, "the slot to be empty")
+    wait_until(lambda: group(client)["phase"] == "ready", 10, "the ranks to be through with it")
     assert post(client, "restore") == (409, "Nothing is parked there.")
     assert pixels(client, client.run(workflow)) == before
     assert pids(client) == ranks

@@ -130,7 +130,8 @@ def _kind(target: str) -> str:
     if target.startswith("/memfd:"):
         return "memfd"
     if "comfyui-sharded-" in target:
-        return f"group's {Path(target).name}"
+        name = Path(target).name
+        return f"group's {'directory' if name.startswith('comfyui-sharded-') else name}"
     return target.partition("[")[0] if "[" in target else target
 
 

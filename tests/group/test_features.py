@@ -58,6 +58,23 @@ def test_pictures_are_the_vaes_own(slot: Slot, pipeline: diffusers.FluxPipeline)
     assert max_rel(ours, expected) <= 1e-6
 
 
+def test_tiles_of_a_large_picture_are_upstreams_and_the_next_one_is_decoded_whole(
+    slot: Slot, folder: Path
+) -> None:
+    """Four tiles of 512 pixels, blended at their seams."""
+    latent = torch.randn(1, 4, 72, 80, generator=torch.Generator().manual_seed(1))
+    vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae")
+    vae.tile_sample_min_size, vae.tile_latent_min_size = 512, 64
+    vae.enable_tiling()
+    with torch.no_grad():
+        expected = (vae.decode(latent)[0] / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
+    tiled = decode(slot, latent, tiled=True)
+    assert max_rel(tiled, expected) <= 1e-6
+    assert max_rel(decode(slot, latent), expected) > 1e-2
+    small = latent[..., :12, :10]
+    assert torch.equal(decode(slot, small, tiled=True), decode(slot, small))
+
+
 def test_a_batch_is_what_one_process_makes(slot: Slot, pipeline: diffusers.FluxPipeline) -> None:
     run = Run(width=64, height=96, seed=4, steps=4, batch_size=3)
     ours = sample(slot, run)

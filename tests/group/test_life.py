@@ -372,7 +372,7 @@ def test_a_stopped_rank_is_named_with_what_it_was_doing_and_the_next_call_works(
     text = str(caught.value)
     assert "its process is stopped (SIGSTOP)" in text
     assert "Rank 0 (CPU 0, pid" in text and "GB of host RAM" in text  # the memory of each device
-    assert not any(psutil.pid_exists(pid) for pid in before)
+    wait_until(lambda: not any(map(psutil.pid_exists, before)), 2, "the ranks to be reaped")
     assert torch.equal(sample(slot, RUN), expected)
 
 

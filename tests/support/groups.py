@@ -67,6 +67,6 @@ def sample(
     return slot.call(request, tensors, report=report).tensors["samples"].clone()
 
 
-def decode(slot: Slot, latent: torch.Tensor) -> torch.Tensor:
+def decode(slot: Slot, latent: torch.Tensor, *, tiled: bool = False) -> torch.Tensor:
     """Pictures [B, H, W, 3]."""
-    return slot.call(Decode(slot=slot.name), {"samples": latent}).tensors["images"].clone()
+    return slot.call(Decode(slot=slot.name, tiled=tiled), {"samples": latent}).tensors["images"].clone()
