@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import environment, healing, launch, machine, wire
+from . import environment, healing, launch, machine, requirements, wire
 from .healing import Work
 from .idle import IdleTimes, IdleWatch
 from .registry import Registry
@@ -140,6 +140,7 @@ class WorkerGroup:
                     "The ranks are started by torchrun and talk over a Unix socket with shared memory.",
                     "Works here: every stock loader; this pack's nodes stay in the workflow for a Linux machine.",
                 )
+            requirements.check()
             machine.first_that_works(self.devices, lambda setting: self._start(setting, report, cancelled))
 
     def runs(self) -> bool:

@@ -234,6 +234,7 @@ def test_other_pages_cannot_ask_whatever_comfyui_allows(client: ComfyClient) -> 
     assert pids(client) == ranks
 
 
+@pytest.mark.slow
 def test_a_cors_header_does_not_open_the_route(start_server: Any) -> None:
     """ComfyUI compares no origins then, and answers every preflight."""
     server = start_server(arguments=("--enable-cors-header", "*"))

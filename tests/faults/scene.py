@@ -117,7 +117,9 @@ class Scene:
         """What there is more than before, once it had time to go; "" for nothing."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while more := {
-            name: f"{before[name]} -> {n}" for name, n in self.holds().items() if n > before[name]
+            name: f"{before[name]} -> {n}"
+            for name, n in self.holds().items()
+            if n > before[name] + SLACK.get(name, 0)
         }:
             if time.monotonic() > deadline:
                 return ", ".join(f"{name} {change}" for name, change in more.items())

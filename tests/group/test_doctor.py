@@ -57,6 +57,7 @@ def ranks() -> list[int]:
     return [one.pid for one in descendants(os.getpid()) if launch.WORKER in one.cmdline()]
 
 
+@pytest.mark.slow
 def test_a_running_group_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     with slot_on_ranks(DEMO, layout_of(tensor=2)) as slot:
         before = GROUPS.snapshot()[0]
@@ -79,6 +80,7 @@ def test_links_that_lose_data_are_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert "SOMETHING ELSE ARRIVED THAN WAS SENT" in " ".join(report(found).split())
 
 
+@pytest.mark.slow
 def test_links_that_get_stuck_end_the_exchange_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = only_exchanges(monkeypatch, "tests.support.stuck_exchange")
     assert found.status == WRONG

@@ -100,7 +100,14 @@ def has_ranks(host: Host) -> bool:
     return sum("--module" not in one.cmdline() for one in host.look()) >= 2
 
 
-@pytest.mark.parametrize("moment", [has_an_agent, has_ranks, None], ids=["agent", "ranks", "ready"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(has_an_agent, id="agent", marks=pytest.mark.slow),
+        pytest.param(has_ranks, id="ranks", marks=pytest.mark.slow),
+        pytest.param(None, id="ready"),
+    ],
+)
 def test_a_killed_host_leaves_nothing(host: Callable[[int], Host], moment: Callable[[Host], bool]) -> None:
     """Also in the seconds in which no rank has dialled yet, and nothing but the agent can notice."""
     one = host(2)
@@ -112,7 +119,7 @@ def test_a_killed_host_leaves_nothing(host: Callable[[int], Host], moment: Calla
     nothing_is_left(one)
 
 
-@pytest.mark.parametrize("who", ["ranks", "agent"])
+@pytest.mark.parametrize("who", ["ranks", pytest.param("agent", marks=pytest.mark.slow)])
 def test_a_killed_host_leaves_nothing_though_some_are_stopped(host: Callable[[int], Host], who: str) -> None:
     one = host(2)
     said = one.hear()
@@ -164,6 +171,7 @@ def test_a_child_that_outlives_the_host_keeps_nothing(host: Callable[[int], Host
     assert alive(one.child)
 
 
+@pytest.mark.slow
 def test_a_child_of_the_host_that_ends_does_no_harm(host: Callable[[int], Host]) -> None:
     one = host(2)
     said = one.hear()
@@ -172,7 +180,9 @@ def test_a_child_of_the_host_that_ends_does_no_harm(host: Callable[[int], Host])
     assert one.say("ping")["ranks"] == said["ranks"]
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize(
+    "busy", [pytest.param(False, id="idle", marks=pytest.mark.slow), pytest.param(True, id="busy")]
+)
 def test_a_host_that_ends_by_itself_leaves_nothing(host: Callable[[int], Host], busy: bool) -> None:
     """Also while a call runs, for whose end it must not wait: Ctrl-C in the middle of a video."""
     one = host(2)

@@ -36,7 +36,7 @@ def look(times: IdleTimes, minutes: float) -> None:
     IdleWatch(GROUPS, lambda: times, lambda: group.used_at + 60 * minutes).look()
 
 
-@pytest.mark.parametrize("slot", ["tensor", "ulysses"], indirect=True)
+@pytest.mark.parametrize("slot", ["tensor", pytest.param("ulysses", marks=pytest.mark.slow)], indirect=True)
 def test_a_pipeline_parks_by_itself_comes_back_and_stops(slot: Slot) -> None:
     (group,) = GROUPS.groups()
     before = decode(slot, sample(slot, RUN))

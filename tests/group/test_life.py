@@ -312,7 +312,7 @@ def test_a_rank_killed_while_idle_is_seen_and_does_not_fail_the_next_call(slot: 
     assert group.state.current.phase == "ready"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_call_right_after_a_rank_was_killed_or_stopped_does_not_fail(
     slot: Slot, number: signal.Signals
 ) -> None:
@@ -402,7 +402,7 @@ def test_a_rank_that_loops_is_named_and_its_stack_is_told(
     sample(slot, RUN)
 
 
-@pytest.mark.parametrize("moment", ["sampling", "starting"])
+@pytest.mark.parametrize("moment", ["sampling", pytest.param("starting", marks=pytest.mark.slow)])
 def test_no_rank_outlives_a_killed_host(folder: Path, moment: str) -> None:
     before = {p.pid for p in psutil.process_iter()}
     host = subprocess.Popen(

@@ -48,9 +48,11 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("hang", "all_to_all of 4096 bytes did not end within 3 s"),
+        pytest.param("hang", "all_to_all of 4096 bytes did not end within 3 s", marks=pytest.mark.slow),
         ("wrong", "all_to_all of 4096 bytes brought wrong numbers"),
-        ("fail", "all_to_all of 4096 bytes failed: RuntimeError: NCCL error"),
+        pytest.param(
+            "fail", "all_to_all of 4096 bytes failed: RuntimeError: NCCL error", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_broken_links_are_found_and_the_setting_that_works_is_taken(
@@ -120,7 +122,7 @@ def _may_mount() -> bool:
     )
 
 
-@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("shared", [pytest.param("64 MB", marks=pytest.mark.slow), "none"])
 def test_little_shared_memory_an_odd_folder_and_no_home(shared: str, tmp_path: Path) -> None:
     """100 MB go to the ranks and back."""
     if not _may_mount():

@@ -96,6 +96,11 @@ def _uses(pattern: re.Pattern[str], home: str) -> list[str]:
     ]
 
 
+def test_a_system_clock_that_jumps_changes_nothing() -> None:
+    """All limits are on the monotonic clock; the route alone says what time it is."""
+    assert not _uses(re.compile(r"time\.time(_ns)?|datetime\.datetime\.\w+"), "nodes/routes.py")
+
+
 def test_only_launch_starts_processes() -> None:
     home = "runtime/launch.py"
     starters = (
