@@ -29,28 +29,31 @@ MOUNTS = {
     "mount --rbind /dev/pts $d/pts && ln -s /proc/self/fd $d/fd && mount --rbind $d /dev && ! test -e /dev/shm",
     "home read only": 'mkdir -p "$HOME" && mount -t tmpfs -o ro tmpfs "$HOME" && ! touch "$HOME/x" 2>/dev/null',
 }
+# Two at a time, which have nothing to do with each other: each costs as long as all suites.
+SURROUNDINGS = (("small shm", "odd folder"), ("no shm", "home read only"))
 
 
 def rows(wanted: Wanted, select: str = "") -> Iterator[Row]:
     """`select` are pytest's own arguments to run a part of each suite."""
-    for name in (*MOUNTS, "folder name"):
+    for names in SURROUNDINGS:
         for suite in SUITES:
-            if wanted(name, suite, None):
+            if wanted(", ".join(names), suite, None):
                 with tempfile.TemporaryDirectory(prefix="sharded-surroundings-") as place:
-                    yield _row(name, suite, shlex.split(select), Path(place))
+                    yield _row(names, suite, shlex.split(select), Path(place))
 
 
-def _row(name: str, suite: str, select: list[str], place: Path) -> Row:
-    root = _copy(place / FOLDER) if name == "folder name" else ROOT
+def _row(names: tuple[str, ...], suite: str, select: list[str], place: Path) -> Row:
+    root = _copy(place / FOLDER) if "odd folder" in names else ROOT
     command = [sys.executable, "-m", "pytest", f"tests/{suite}", "-q", "-m", "not slow", *select]
     command += ["-p", "no:cacheprovider", f"--basetemp={place / 'base'}"]
+    if suite == "unit":  # the others need all cores to themselves
+        command += ["-n", "2", "--dist", "loadfile"]
     environment = {**os.environ, "COMFYUI_PATH": str(comfy_source.obtain())}
-    if name in MOUNTS:
-        environment["HOME"] = (
-            str(place / "home") if name == "home read only" else environment.get("HOME", "/")
-        )
-        script = f"{MOUNTS[name]} || exit 97; exec {shlex.join(command)}"
-        command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
+    if "home read only" in names:
+        environment["HOME"] = str(place / "home")
+    mounts = " && ".join(MOUNTS[name] for name in names if name in MOUNTS)
+    script = f"{{ {mounts}; }} || exit 97; exec {shlex.join(command)}"
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
     start = time.monotonic()
     done = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, timeout=HOURS, check=False
@@ -58,9 +61,10 @@ def _row(name: str, suite: str, select: list[str], place: Path) -> Row:
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     told = "; ".join([*failed[:5], *lines[-1:]])
-    if name in MOUNTS and (done.returncode == 97 or "unshare" in told):
+    if done.returncode == 97 or "unshare" in told:
         told = f"this machine forbids the mount: {told}"
-    return Row(name, suite, None, done.returncode == 0, time.monotonic() - start, told[:600])
+    seconds = time.monotonic() - start
+    return Row(", ".join(names), suite, None, done.returncode == 0, seconds, told[:600])
 
 
 def _copy(place: Path) -> Path:
