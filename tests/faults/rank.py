@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import worker
-from runtime.spec import Decode, Encode, Load
+from runtime.spec import Decode, Encode, Load, Progress
 from tests.faults import control
 
 STEP = 3
@@ -74,9 +74,10 @@ class FaultyWorker(worker.Worker):
         load = slot._load
 
         def loading(report: Any, cancelled: Any) -> None:
-            def told(*progress: Any) -> None:
-                report(*progress)
-                self.meet("loading")
+            def told(progress: Progress) -> None:
+                report(progress)
+                if progress.done:  # before the first slice it is not in the midst of it
+                    self.meet("loading")
 
             load(told, cancelled)
             self._listen(slot)
