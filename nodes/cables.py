@@ -52,19 +52,19 @@ class ShardedPipeline(Moving):
 
         Encoders and VAE are on rank 0 only: another layout would help them little.
         """
-        device = self.slot.layout.devices[0]
-        ways = [way for way in ways if way != "host" or device.kind != "cpu"]
+        devices = self.slot.layout.devices
+        ways = [way for way in ways if way != "host" or devices[0].kind != "cpu"]
         with comfy_host.comfy_errors():
-            for way in ways:
-                if way:
-                    comfy_host.say(
-                        comfy_host.executing_node(), f"Out of memory on {device.label}: now {_INSTEAD[way]}"
-                    )
+            for way, following in zip(ways, [*ways[1:], None], strict=True):
                 try:
                     return run(way)
                 except RankOutOfMemory as error:
-                    if way == ways[-1]:
+                    if following is None:
                         error.advise(ELSE)
                         raise
                     log.warning("%s", error.summary)
+                    where = f"rank {error.rank} ({devices[error.rank].label})"
+                comfy_host.say(
+                    comfy_host.executing_node(), f"Out of memory on {where}: now {_INSTEAD[following]}"
+                )
         raise AssertionError("no way was given")

@@ -582,7 +582,7 @@ def test_encoders_and_vae_that_find_no_room_on_their_card_run_on_the_cpu(
     def mock_answer(way: str) -> str:
         asked.append(way)
         if way != "host":
-            raise spec.RankOutOfMemory("Rank 0 ran out of memory.")
+            raise spec.RankOutOfMemory("Rank 0 ran out of memory.", rank=0)
         return "a picture"
 
     ways = ("", "tiles", "host")
@@ -590,8 +590,8 @@ def test_encoders_and_vae_that_find_no_room_on_their_card_run_on_the_cpu(
         assert pipeline.staged(mock_answer, ways) == "a picture"
         assert asked == ["", "tiles", "host"]
         assert said == [
-            "Out of memory on GPU 3 Mock: now in tiles",
-            "Out of memory on GPU 3 Mock: now on the CPU, which is slow",
+            "Out of memory on rank 0 (GPU 3 Mock): now in tiles",
+            "Out of memory on rank 0 (GPU 3 Mock): now on the CPU, which is slow",
         ]
     else:
         with pytest.raises(
