@@ -203,6 +203,7 @@ def test_a_killed_rank_is_named_on_the_node_and_the_next_prompt_works(client: Co
     assert picture(client, client.run(again)) == expected
 
 
+@pytest.mark.slow
 def test_killing_comfyui_ends_every_process_and_nothing_listened_beyond_loopback(
     start_server: Callable[..., Server],
 ) -> None:

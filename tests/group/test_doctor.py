@@ -29,6 +29,7 @@ def only_exchanges(monkeypatch: pytest.MonkeyPatch, worker: str) -> Findings:
     return doctor.examine("cpu")
 
 
+@pytest.mark.slow
 def test_a_machine_that_works() -> None:
     said: list[str] = []
     phases: list[str] = []

@@ -443,6 +443,7 @@ def test_closing_leaves_no_process_and_no_directory(folder: Path) -> None:
     assert not place.exists()
 
 
+@pytest.mark.slow
 def test_another_layout_takes_the_devices_over(folder: Path) -> None:
     two = make_slot(folder, layout_of(tensor=2))
     two.ensure()

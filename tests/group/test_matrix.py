@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,18 +20,38 @@ JOBS = [
     *matrix.jobs(matrix.SELECTION, TENSOR),
     *matrix.jobs(matrix.CONTEXT_SELECTION, CONTEXT),
 ]
-Rows = dict[tuple[str, str], dict[str, Any]]
+RowOf = Callable[[matrix.Job], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    found = matrix.rows(tmp_path_factory.mktemp("matrix"), JOBS, SEED)
-    return {(row["family"], row["layout"]): row for row in found}
+def row_of(tmp_path_factory: pytest.TempPathFactory) -> RowOf:
+    """The row of a job. All jobs of as many ranks run with the first of them, in one start."""
+    made: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
+
+    def of(job: matrix.Job) -> dict[str, Any]:
+        ranks = job.layout.world_size
+        if ranks not in made:
+            jobs = [one for one in JOBS if one.layout.world_size == ranks]
+            rows = matrix.rows(tmp_path_factory.mktemp("matrix"), jobs, SEED)
+            made[ranks] = {(row["family"], row["layout"]): row for row in rows}
+        return made[ranks][job.case, matrix.layout_name(job.layout)]
+
+    return of
 
 
-@pytest.mark.parametrize("job", JOBS, ids=[f"{job.case}-{matrix.layout_name(job.layout)}" for job in JOBS])
-def test_one_forward_is_that_of_one_process(rows: Rows, job: matrix.Job) -> None:
-    row = rows[job.case, matrix.layout_name(job.layout)]
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(
+            job,
+            id=f"{job.case}-{matrix.layout_name(job.layout)}",
+            marks=[pytest.mark.slow] * (job.layout.world_size == 2),
+        )
+        for job in JOBS
+    ],
+)
+def test_one_forward_is_that_of_one_process(row_of: RowOf, job: matrix.Job) -> None:
+    row = row_of(job)
     assert matrix.passes(row), row
 
 

@@ -14,8 +14,15 @@ SELECTION = [(DEMO, {"tensor": 2, "ring": 2}), (ODD, {"ulysses": 2, "ring": 2})]
 
 @pytest.mark.parametrize(
     ("family", "degrees"),
-    SELECTION,
-    ids=[f"{family.name}-{layout_name(degrees)}" for family, degrees in SELECTION],
+    [
+        pytest.param(
+            family,
+            degrees,
+            id=f"{family.name}-{layout_name(degrees)}",
+            marks=[pytest.mark.slow] * (family is ODD),
+        )
+        for family, degrees in SELECTION
+    ],
 )
 def test_latents_equal_one_process(family: Family, degrees: dict[str, int], tmp_path: Path) -> None:
     reference = Reference(family, tmp_path)

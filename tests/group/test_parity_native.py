@@ -12,6 +12,7 @@ from tools import ROOT
 LAYOUTS = {"FLUX.1": "tensor=2", "Qwen-Image": "ulysses=2", "Wan 2.1 / 2.2": "replica=2"}
 
 
+@pytest.mark.slow
 def test_each_family_samples_as_comfyuis_own_model_does() -> None:
     """In a process of its own: ComfyUI's `nodes` and the pack's cannot both be imported by that name."""
     command = [sys.executable, "-m", "tests.parity_native", "--quick", "--json"]

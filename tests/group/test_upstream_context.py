@@ -61,6 +61,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_upstream_is_wrong_where_ours_is_right(fault: str, found: Rows) -> None:
     rows = found[fault]
@@ -78,6 +79,7 @@ def _shows(fault: str, upstreams: float | str) -> bool:
     return fault != SILENT and re.search(fault, upstreams) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
 def test_a_ring_holds_less_than_upstreams_and_the_same_at_any_degree(dtype: str, found: Rows) -> None:
     rows = found[dtype]
