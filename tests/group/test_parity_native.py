@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.parity_native.verdict import as_text, passes
 from tools import ROOT
 
