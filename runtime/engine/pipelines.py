@@ -104,10 +104,12 @@ class PipelineSlot(HeldSlot):
     def _whole(self, component: Any, name: str, counter: ByteCounter, cancelled: IsCancelled) -> Any:
         """A component that rank 0 alone holds, in host RAM until its stage comes."""
         pulse = self.backend.pulse
+        pulse.unmeasured()
         with pulse.stoppable(cancelled), _between_tensors(pulse.advance):
             module = component.from_pretrained(
                 self.folder / name, local_files_only=True, use_safetensors=True, dtype=self.dtype
             )
+        pulse.warmed_up()  # what was slow about it is over
         pulse.watch(module, closely=True)  # it runs alone, and may be stopped anywhere
         counter.add(_folder_bytes(self.folder / name))
         return module.eval().requires_grad_(False)

@@ -74,7 +74,8 @@ def _cancelled(on: Scene, stage: str, delay: float, problems: list[str]) -> floa
         on.client.wait(prompt, 60)
     except PromptInterrupted:
         waited = _shown(on.client, "execution_interrupted") - asked
-        if stage != "starting" and on.pids() != before:
+        # None before: a start that was cancelled has left none, and this prompt has started them.
+        if stage != "starting" and before and on.pids() != before:
             problems.append(f"{stage}: other ranks than before")
         return waited
     return None
