@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from . import nvml
 from .environment import visible_cuda_devices
 from .holders import bytes_by_pid
 from .leftovers import descendants, sees_all_processes
@@ -23,97 +24,74 @@ def physical_cards() -> tuple[Device, ...]:
     Free bytes are the driver's, so they see other processes. Empty without a driver; a card that the driver has
     lost is left out, one that does not tell its memory has 0 bytes, one that does not tell its links has no `peers`.
     """
-    try:
-        import pynvml
-    except ImportError:
-        return ()
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    cards = []
-    try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(pynvml.NVMLError):
-                cards.append(_card(pynvml, index))
-        cards = [msgspec.structs.replace(card, peers=_peers(pynvml, card, cards)) for card in cards]
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-    return tuple(cards)
+    with nvml.opened() as library:
+        if library is None:
+            return ()
+        cards = []
+        try:
+            for index in range(library.nvmlDeviceGetCount()):
+                with contextlib.suppress(library.NVMLError):
+                    cards.append(_card(library, index))
+            return tuple(msgspec.structs.replace(card, peers=_peers(library, card, cards)) for card in cards)
+        except library.NVMLError:
+            return ()
 
 
 def driver_version() -> str:
     """The version of NVIDIA's driver, "" without one."""
-    try:
-        import pynvml
-    except ImportError:
-        return ""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ""
-    try:
-        return _text(pynvml.nvmlSystemGetDriverVersion())
-    except (AttributeError, pynvml.NVMLError):
-        return ""
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+    with nvml.opened() as library:
+        if library is None:
+            return ""
+        try:
+            return nvml.text(library.nvmlSystemGetDriverVersion())
+        except (AttributeError, library.NVMLError):
+            return ""
 
 
-def _text(answer: str | bytes) -> str:
-    """Old versions of the library answer in bytes."""
-    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
-
-
-def _card(nvml, index: int) -> Device:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
-    total = free = 0
-    taken = 0
+def _card(library, index: int) -> Device:
+    handle = library.nvmlDeviceGetHandleByIndex(index)
+    uuid, name = library.nvmlDeviceGetUUID(handle), library.nvmlDeviceGetName(handle)
+    total = free = taken = 0
     # Cards that share the host's memory have none of their own to tell.
-    with contextlib.suppress(nvml.NVMLError):
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    with contextlib.suppress(library.NVMLError):
+        memory = library.nvmlDeviceGetMemoryInfo(handle)
         total, free = memory.total, memory.free
-        taken = min(_taken(nvml, handle), total - free)
+        taken = min(_taken(library, handle), total - free)
     return Device(
         kind="cuda",
         index=index,
-        uuid=_text(uuid),
-        name=_text(name),
+        uuid=nvml.text(uuid),
+        name=nvml.text(name),
         total_bytes=total,
         free_bytes=free,
         taken_bytes=taken,
     )
 
 
-def _taken(nvml, handle) -> int:
+def _taken(library, handle) -> int:
     """Bytes of a card that other programs hold: all but this process and what it has started.
 
     0 where that cannot be said: the driver does not tell, or tells ids that are other processes in this container.
     """
-    sizes = bytes_by_pid(nvml, handle)
+    sizes = bytes_by_pid(library, handle)
     ours = {os.getpid(), *descendants(os.getpid())}
     if not ours & sizes.keys() and not sees_all_processes():
         return 0
     return sum(nbytes or 0 for pid, nbytes in sizes.items() if pid not in ours)
 
 
-def _peers(nvml, card: Device, cards: Sequence[Device]) -> tuple[int, ...] | None:
+def _peers(library, card: Device, cards: Sequence[Device]) -> tuple[int, ...] | None:
     """The cards that `card` and they each read from the other's memory; None where the driver does not tell."""
     others = [other.index for other in cards if other.index != card.index]
     try:
-        return tuple(n for n in others if _reads(nvml, card.index, n) and _reads(nvml, n, card.index))
-    except (AttributeError, nvml.NVMLError):  # a library or a driver that lacks the call
+        return tuple(n for n in others if _reads(library, card.index, n) and _reads(library, n, card.index))
+    except (AttributeError, library.NVMLError):  # a library or a driver that lacks the call
         return None
 
 
-def _reads(nvml, reader: int, other: int) -> bool:
-    first, second = nvml.nvmlDeviceGetHandleByIndex(reader), nvml.nvmlDeviceGetHandleByIndex(other)
-    return nvml.nvmlDeviceGetP2PStatus(first, second, _READ) == _P2P_OK
+def _reads(library, reader: int, other: int) -> bool:
+    first, second = library.nvmlDeviceGetHandleByIndex(reader), library.nvmlDeviceGetHandleByIndex(other)
+    return library.nvmlDeviceGetP2PStatus(first, second, _READ) == _P2P_OK
 
 
 def _renumbered() -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from . import nvml
 from .spec import Device
 
 _LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
@@ -37,57 +38,48 @@ def card_memory(device: Device, own: Mapping[int, str]) -> Card | None:
     """
     if device.kind != "cuda":
         return None
-    try:
-        import pynvml as nvml
-    except ImportError:
-        return None
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(device.uuid)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return Card(
-            total_bytes=memory.total,
-            free_bytes=memory.free,
-            holders=_holders(nvml, bytes_by_pid(nvml, handle), own),
-        )
-    except (AttributeError, nvml.NVMLError):  # a library or a driver that lacks the call
-        return None
-    finally:
-        with contextlib.suppress(nvml.NVMLError):
-            nvml.nvmlShutdown()
+    with nvml.opened() as library:
+        if library is None:
+            return None
+        try:
+            handle = library.nvmlDeviceGetHandleByUUID(device.uuid)
+            memory = library.nvmlDeviceGetMemoryInfo(handle)
+            return Card(
+                total_bytes=memory.total,
+                free_bytes=memory.free,
+                holders=_holders(library, bytes_by_pid(library, handle), own),
+            )
+        except (AttributeError, library.NVMLError):  # a library or a driver that lacks the call
+            return None
 
 
-def bytes_by_pid(nvml, handle) -> dict[int, int | None]:
+def bytes_by_pid(library, handle) -> dict[int, int | None]:
     """What each process holds on a card. One that computes and draws is in both lists of the driver."""
     found: dict[int, int | None] = {}
     for name in _LISTS:
-        with contextlib.suppress(AttributeError, nvml.NVMLError):
-            for process in getattr(nvml, name)(handle):
+        with contextlib.suppress(AttributeError, library.NVMLError):
+            for process in getattr(library, name)(handle):
                 found[process.pid] = max(
                     (found.get(process.pid), process.usedGpuMemory), key=lambda n: n or 0
                 )
     return found
 
 
-def _holders(nvml, sizes: Mapping[int, int | None], own: Mapping[int, str]) -> tuple[Holder, ...]:
+def _holders(library, sizes: Mapping[int, int | None], own: Mapping[int, str]) -> tuple[Holder, ...]:
     ours_are_there = any(pid in own for pid in sizes)
     found = [
-        Holder(pid=pid, name=own.get(pid) or _name(nvml, pid, ours_are_there), nbytes=nbytes)
+        Holder(pid=pid, name=own.get(pid) or _name(library, pid, ours_are_there), nbytes=nbytes)
         for pid, nbytes in sizes.items()
     ]
     return tuple(sorted(found, key=lambda one: (-(one.nbytes or 0), one.pid)))
 
 
-def _name(nvml, pid: int, pids_are_ours: bool) -> str:
+def _name(library, pid: int, pids_are_ours: bool) -> str:
     if not pids_are_ours:
         return ""
-    with contextlib.suppress(AttributeError, nvml.NVMLError):
-        name = nvml.nvmlSystemGetProcessName(pid)
-        text = name.decode(errors="replace") if isinstance(name, bytes) else name
-        return os.path.basename(text.split("\0")[0].strip())
+    with contextlib.suppress(AttributeError, library.NVMLError):
+        name = library.nvmlSystemGetProcessName(pid)
+        return os.path.basename(nvml.text(name).split("\0")[0].strip())
     import psutil
 
     with contextlib.suppress(psutil.Error):

@@ -9,7 +9,7 @@ import contextlib
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import combinations
@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from .. import environment, launch, machine
+from .. import environment, launch, machine, nvml
 from ..devices import physical_cards
 from ..spec import Device
 
@@ -83,11 +83,11 @@ def describe_machine(comfyui: str = "") -> Machine:
     """Everything that can be told at once. `comfyui` is ComfyUI's version, "" if it is not known."""
     devices = physical_cards()
     driver, cards, links = "", tuple(Card(device) for device in devices), tuple[Link, ...]()
-    with _nvml() as nvml:
-        if nvml is not None:
-            driver = _driver(nvml)
-            cards = tuple(_card(nvml, device) for device in devices)
-            links = _links(nvml, devices)
+    with nvml.opened() as library:
+        if library is not None:
+            driver = _driver(library)
+            cards = tuple(_card(library, device) for device in devices)
+            links = _links(library, devices)
     memory = psutil.virtual_memory()
     return Machine(
         system=_system(),
@@ -174,41 +174,28 @@ def _temporary_free() -> int | None:
 # ---- cards
 
 
-@contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
-    """The open management library, or None without it or without a driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        _ask(pynvml, "nvmlShutdown")
-
-
-def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
+def _ask(library: Any, question: str, *arguments: Any) -> Any:
     """The driver's answer, None if it has none: older libraries and drivers lack calls, and cards lack features."""
     try:
-        return getattr(nvml, question)(*arguments)
+        return getattr(library, question)(*arguments)
     except Exception:
         return None
 
 
-def _driver(nvml: Any) -> str:
-    driver, cuda = _ask(nvml, "nvmlSystemGetDriverVersion"), _ask(nvml, "nvmlSystemGetCudaDriverVersion")
-    driver = driver.decode(errors="replace") if isinstance(driver, bytes) else driver or ""
+def _driver(library: Any) -> str:
+    driver, cuda = (
+        _ask(library, "nvmlSystemGetDriverVersion"),
+        _ask(library, "nvmlSystemGetCudaDriverVersion"),
+    )
+    driver = nvml.text(driver or "")
     return f"{driver}, for CUDA up to {cuda // 1000}.{cuda % 1000 // 10}" if driver and cuda else driver
 
 
-def _card(nvml: Any, device: Device) -> Card:
-    handle = _ask(nvml, "nvmlDeviceGetHandleByIndex", device.index)
+def _card(library: Any, device: Device) -> Card:
+    handle = _ask(library, "nvmlDeviceGetHandleByIndex", device.index)
 
     def told(what: str) -> Any:
-        return _ask(nvml, f"nvmlDeviceGet{what}", handle)
+        return _ask(library, f"nvmlDeviceGet{what}", handle)
 
     compute, display, running = (
         told("CudaComputeCapability"),
@@ -247,33 +234,33 @@ def _is_foreign_rank(pid: int) -> bool:
 # ---- links
 
 
-def _links(nvml: Any, devices: Sequence[Device]) -> tuple[Link, ...]:
+def _links(library: Any, devices: Sequence[Device]) -> tuple[Link, ...]:
     return tuple(
         Link(
             cards=(one.index, other.index),
-            way=_way(nvml, one.index, other.index),
+            way=_way(library, one.index, other.index),
             peers=None if one.peers is None else other.index in one.peers,
         )
         for one, other in combinations(devices, 2)
     )
 
 
-def _way(nvml: Any, one: int, other: int) -> str:
-    first, second = (_ask(nvml, "nvmlDeviceGetHandleByIndex", index) for index in (one, other))
-    if count := _nvlinks(nvml, first, second):
+def _way(library: Any, one: int, other: int) -> str:
+    first, second = (_ask(library, "nvmlDeviceGetHandleByIndex", index) for index in (one, other))
+    if count := _nvlinks(library, first, second):
         return f"NVLink x{count}"
-    return _LEVELS.get(_ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", first, second), "unknown")
+    return _LEVELS.get(_ask(library, "nvmlDeviceGetTopologyCommonAncestor", first, second), "unknown")
 
 
-def _nvlinks(nvml: Any, first: Any, second: Any) -> int:
+def _nvlinks(library: Any, first: Any, second: Any) -> int:
     """How many NVLinks of the first card are up and lead to the second, or to a switch: behind it are all cards."""
-    target = _ask(nvml, "nvmlDeviceGetPciInfo", second)
+    target = _ask(library, "nvmlDeviceGetPciInfo", second)
     count = 0
     for number in range(_MOST_NVLINKS):
-        if not _ask(nvml, "nvmlDeviceGetNvLinkState", first, number):
+        if not _ask(library, "nvmlDeviceGetNvLinkState", first, number):
             continue
-        remote = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", first, number)
+        remote = _ask(library, "nvmlDeviceGetNvLinkRemotePciInfo", first, number)
         same = remote and target and (remote.domain, remote.bus) == (target.domain, target.bus)
-        switch = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", first, number) == _SWITCH
+        switch = _ask(library, "nvmlDeviceGetNvLinkRemoteDeviceType", first, number) == _SWITCH
         count += bool(same or switch)
     return count
