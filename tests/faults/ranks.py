@@ -91,6 +91,7 @@ def _busy(on: Scene, order: Order) -> tuple[float, str]:
     elif order.stage == "loading":
         on.unload()
     control.give(on.orders, order)
+    heard = len(on.client.events)
     prompt = on.client.queue(on.fresh())
     at = _strike(on, order)
     try:
@@ -99,17 +100,17 @@ def _busy(on: Scene, order: Order) -> tuple[float, str]:
         shown = next(event.at for event in reversed(on.client.events) if event.kind == "execution_error")
         return shown - at, error.message
     if order.stage == "decoding" and order.fault in MEMORY:
-        return _healed(on, at)
+        return _healed(on, heard, at)
     raise AssertionError("the prompt succeeded")
 
 
-def _healed(on: Scene, at: float) -> tuple[float, str]:
-    """What the node said instead of failing: decoding is tried again in tiles."""
-    said = [event for event in on.client.events if event.kind == "text" and event.at >= at]
+def _healed(on: Scene, heard: int, at: float) -> tuple[float, str]:
+    """What the node said instead of failing, after the first `heard` events: decoding is tried again in tiles."""
+    said = [event for event in on.client.events[heard:] if event.kind == "text"]
     texts = [event for event in said if "now in tiles" in event.data["text"]]
     if not texts:
         raise AssertionError("the prompt succeeded, and the node did not say how")
-    return texts[0].at - at, texts[0].data["text"]
+    return max(0.0, texts[0].at - at), texts[0].data["text"]
 
 
 def _idle(on: Scene, order: Order) -> tuple[float, str]:
