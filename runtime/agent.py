@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from . import launch, leftovers
+from . import leftovers
 
 LOOK_SECONDS = 1.0  # between two looks at the host
 END_SECONDS = 2.0  # how long the ranks may take to be gone, before the directory is removed anyhow
@@ -60,7 +60,7 @@ def _end(directory: Path) -> NoReturn:
         for one in running:
             leftovers.end(one)
         time.sleep(0.02)
-    launch.remove_directory(directory)
+    leftovers.remove_directory(directory)
     _take_name()  # torchrun has another; by this one a successor of the host knows what is left of this process
     os._exit(1)
 

@@ -18,7 +18,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,10 +62,6 @@ def log_tail(path: Path, lines: int = 12) -> str:
             return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
     except OSError:
         return ""
-
-
-def remove_directory(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 class Processes:

@@ -31,6 +31,7 @@ log = logging.getLogger("comfyui-sharded")
 
 PREFIX = "comfyui-sharded-"  # of every private directory
 OWNER_FILE = "owner.json"
+_REMOVED = ".removed"  # ends the name of one that is being removed
 AGENT = "runtime.agent"
 MARK = "--owner="  # by this argument a process of a group is known
 AGENT_NAME = "sharded-agent"  # as the kernel has it, also of a zombie: at most 15 bytes
@@ -267,7 +268,18 @@ def remove(parents: Iterable[Path]) -> None:
         for directory in _listed(parent):
             if is_left_behind(directory):
                 log.warning("Removed %s, left behind by a ComfyUI that is gone.", directory)
-                shutil.rmtree(directory, ignore_errors=True)
+                remove_directory(directory)
+
+
+def remove_directory(directory: Path) -> None:
+    """Remove a private directory, also while a process that is just ending writes into it. Never raises OSError."""
+    gone = directory.with_name(directory.name + _REMOVED)
+    # By another name first: torchrun writes its rendezvous file from a thread of its own, would make it anew behind
+    # whoever removes it, and so keep the directory, without the file that says whose it was.
+    with contextlib.suppress(OSError):
+        directory.rename(gone)
+    for path in (gone, directory):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _listed(parent: Path) -> list[Path]:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from . import launch, wire
+from . import launch, leftovers, wire
 from .spec import Device, Heartbeat, Ready
 from .state import StateMachine
 from .supervision import Supervision, Verdict
@@ -65,14 +65,14 @@ class Session:
         try:
             self._listener, address = wire.listen(self.directory)
         except OSError:
-            launch.remove_directory(self.directory)
+            leftovers.remove_directory(self.directory)
             raise
         self.pool = wire.BufferPool(address.startswith("unix:") and wire.shared_memory_available())
         try:
             self.processes = launch.Processes(self.directory, address, self.token, devices, variables)
         except BaseException:
             self._listener.close()
-            launch.remove_directory(self.directory)
+            leftovers.remove_directory(self.directory)
             raise
         threading.Thread(target=self._accept, name="sharded-listener", daemon=True).start()
         threading.Thread(target=self._watch, name="sharded-watch", daemon=True).start()
@@ -241,7 +241,7 @@ class Session:
         for connection in list(self.connections.values()):
             connection.close()
         self.pool.close()
-        launch.remove_directory(self.directory)
+        leftovers.remove_directory(self.directory)
 
     def abandon(self) -> None:
         """In a process that was forked from the host: close its copies of what only the host may hold."""

@@ -361,7 +361,7 @@ def _leave(directory: Path, agent: int) -> NoReturn:
         for pid in (agent, *leftovers.descendants(agent)):
             if pid != os.getpid() and (found := leftovers.process_state(pid)) is not None:
                 leftovers.end(found)
-    launch.remove_directory(directory)
+    leftovers.remove_directory(directory)
     os._exit(1)
 
 

@@ -84,8 +84,12 @@ class Scene:
         return any(slot["state"] == "loaded" for group in self.groups() for slot in group["slots"])
 
     def unload(self) -> None:
-        self.client.free()
-        wait_until(lambda: not self.loaded(), 20, "the slots to be empty")
+        def freed() -> bool:
+            # Asked again and again: ComfyUI 0.3.75 misses it while it collects garbage between two prompts.
+            self.client.free()
+            return not self.loaded()
+
+        wait_until(freed, 20, "the slots to be empty", 1.0)
 
     def end_group(self) -> None:
         """The group is down when this returns, as after a crash."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,3 +249,30 @@ def test_a_zombie_agent_is_reaped_only_by_the_program_after_the_one_that_started
     leftovers.remove([])
     assert process_state(agent.pid) is None
     assert process_state(other.pid) is not None
+
+
+# ---- removing
+
+
+def test_a_directory_goes_also_while_somebody_writes_into_it(tmp_path: Path) -> None:
+    """torchrun does, until it ends: removing file after file would find a new one at the end."""
+    place = tmp_path / "comfyui-sharded-x"
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            with contextlib.suppress(OSError):
+                (place / "rendezvous").write_text("x")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(50):
+            place.mkdir()
+            for number in range(20):
+                (place / str(number)).touch()
+            leftovers.remove_directory(place)
+            assert not list(tmp_path.iterdir())
+    finally:
+        done.set()
+        writer.join()
