@@ -5,6 +5,7 @@ Other packs install into the same environment, and may have replaced what was th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,9 +32,10 @@ def check(requirements: Path | None = None) -> None:
 
 def _lines(requirements: Path) -> Iterator[str]:
     yield _TORCH
-    for line in requirements.read_text(encoding="utf-8").splitlines():
-        if text := line.partition("#")[0].strip():
-            yield text
+    with contextlib.suppress(OSError):  # a pack that was unpacked without it
+        for line in requirements.read_text(encoding="utf-8").splitlines():
+            if text := line.partition("#")[0].strip():
+                yield text
 
 
 def _problem(line: str) -> tuple[str, str] | None:

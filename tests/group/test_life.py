@@ -254,6 +254,7 @@ def test_an_error_on_the_ranks_is_told_and_the_group_goes_on(slot: Slot) -> None
     assert pids() == before
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_alone_ends_the_call_and_heals(slot: Slot) -> None:
     """Rank 1 has lost the slot, so rank 0 would wait in a collective for ever."""
     slot.ensure()
@@ -275,6 +276,7 @@ def _fields(request: Sample) -> dict[str, object]:
     return {name: getattr(request, name) for name in request.__struct_fields__}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_within_seconds_and_the_next_call_works(slot: Slot) -> None:
     expected = sample(slot, RUN)
     request, tensors = long_request(slot)
@@ -402,7 +404,8 @@ def test_a_rank_that_loops_is_named_and_its_stack_is_told(
     sample(slot, RUN)
 
 
-@pytest.mark.parametrize("moment", ["sampling", pytest.param("starting", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["sampling", "starting"])
 def test_no_rank_outlives_a_killed_host(folder: Path, moment: str) -> None:
     before = {p.pid for p in psutil.process_iter()}
     host = subprocess.Popen(
@@ -433,6 +436,7 @@ def test_no_rank_outlives_a_killed_host(folder: Path, moment: str) -> None:
         host.stdout.close()
 
 
+@pytest.mark.slow
 def test_closing_leaves_no_process_and_no_directory(folder: Path) -> None:
     GROUPS.close_all()
     slot = make_slot(folder, layout_of(tensor=2))

@@ -85,6 +85,7 @@ def test_where_no_other_setting_exists_the_error_says_what_is_broken(broken: pyt
 # ---- side by side
 
 
+@pytest.mark.slow
 def test_two_groups_on_different_devices_run_at_once() -> None:
     first, second = (GROUPS.group((device,)) for device in cpu_devices(2))
     first.start()

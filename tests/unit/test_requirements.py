@@ -35,6 +35,10 @@ def test_too_old_and_missing_packages_are_named_with_both_versions(tmp_path: Pat
     assert "pip install 'diffusers>=99.1' 'no-such-package'" in instead
 
 
+def test_a_pack_without_its_list_is_not_kept_from_starting(tmp_path: Path) -> None:
+    requirements.check(tmp_path / "requirements.txt")
+
+
 def test_versions_from_source_count_as_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "version", lambda name: "2.11.0.dev20260101+cu130")
     requirements.check(written(tmp_path, "diffusers>=0.42"))
