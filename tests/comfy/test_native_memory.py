@@ -485,8 +485,8 @@ def _run_out_of_memory(desk: Desk, model: Any) -> str:
 
 
 @contextlib.contextmanager
-def _limited(pids: list[int]) -> Iterator[Callable[[], None]]:
-    """Processes that may take 8 MiB more and no more, until it ends or is lifted."""
+def _limited(pids: list[int], mib: int = 8) -> Iterator[Callable[[], None]]:
+    """Processes that may take `mib` more and no more, until it ends or is lifted."""
     before = {pid: resource.prlimit(pid, resource.RLIMIT_DATA) for pid in pids}
 
     def lift() -> None:
@@ -495,7 +495,7 @@ def _limited(pids: list[int]) -> Iterator[Callable[[], None]]:
                 resource.prlimit(pid, resource.RLIMIT_DATA, limits)
 
     for pid in pids:
-        resource.prlimit(pid, resource.RLIMIT_DATA, (_data_bytes(pid) + (8 << 20), resource.RLIM_INFINITY))
+        resource.prlimit(pid, resource.RLIMIT_DATA, (_data_bytes(pid) + (mib << 20), resource.RLIM_INFINITY))
     try:
         yield lift
     finally:
@@ -532,7 +532,7 @@ def test_a_smaller_layout_is_tried_by_itself_and_said_on_the_node(
     assert desk.layout(model) == "ulysses 2"
     said: list[str] = []
     monkeypatch.setattr(desk.host.pack("nodes.comfy_host"), "say", lambda _, *lines: said.extend(lines))
-    with _limited(desk.pids()) as lift, monkeypatch.context() as patch:
+    with _limited(desk.pids(), mib=1) as lift, monkeypatch.context() as patch:
         _before_load(desk, patch, lift)
         result = desk.sample(model, **large)
     assert desk.layout(model) == "tensor 2"
@@ -556,13 +556,33 @@ def _before_load(desk: Desk, patch: pytest.MonkeyPatch, act: Callable[[], None])
     patch.setattr(group, "call", watched)
 
 
-def test_no_room_in_the_smaller_layout_either_ends_the_prompt(desk: Desk) -> None:
+def test_no_room_in_the_smaller_layout_either_ends_the_prompt(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = desk.model(strategy="prefer context")
     desk.load(model)
-    told = _run_out_of_memory(desk, model)
+    with monkeypatch.context() as patch:
+        _limit_each_forward(desk, patch)
+        with pytest.raises(desk.management.OOM_EXCEPTION) as caught:
+            desk.sample(model, side=512, cfg=1.0)
+        told = str(caught.value)
+        del caught  # as in _run_out_of_memory
     assert desk.layout(model) == "tensor 2"
     assert "No layout of this model on these devices needs less memory than tensor 2." in told
     desk.management.unload_all_models()  # as ComfyUI's executor does
+
+
+def _limit_each_forward(desk: Desk, patch: pytest.MonkeyPatch) -> None:
+    """Not the load of another layout between two: its threads alone want more than there is."""
+    forward = desk.host.pack("runtime.spec").Forward
+    group = type(desk.groups.groups()[0])
+    call = group.call
+
+    def watched(this: Any, request: Any, *more: Any, **others: Any) -> Any:
+        with _limited(desk.pids()) if isinstance(request, forward) else contextlib.nullcontext():
+            return call(this, request, *more, **others)
+
+    patch.setattr(group, "call", watched)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
