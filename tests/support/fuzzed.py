@@ -231,10 +231,11 @@ class _Impostors:
             with contextlib.suppress(wire.ConnectionLost):
                 while True:
                     call = connection.receive().call
-                    if rank == 0:
-                        deliver(next(self.mutants), sock)
+                    mutant = next(self.mutants) if rank == 0 else None
+                    if mutant is not None:
+                        deliver(mutant, sock)
                     connection.send(call, spec.Memory())
-                    if not select.select([sock], [], [], MOMENT)[0]:
+                    if mutant is not None and mutant.data and not select.select([sock], [], [], MOMENT)[0]:
                         break  # the host waits for the rest of a frame, and this rank dies
             connection.close()
             connection.pool.close()
