@@ -60,20 +60,6 @@ OUT_OF_VIEW = """() => app.graph.nodes.filter(node => {
     const corners = [[left, top], [left + width, top + height]]
     return !corners.map(point => canvas.ds.convertOffsetToCanvas(point)).every(inside)
 }).map(node => node.type)"""
-# A spot of bare canvas, as far down as there is one with room below: no node on it, and no panel of the page over it.
-EMPTY_SPOT = """pixels => {
-    const canvas = app.canvas, element = canvas.canvas, corner = element.getBoundingClientRect()
-    const bare = (x, y) => {
-        const [graphX, graphY] = canvas.ds.convertCanvasToOffset([x - corner.left, y - corner.top])
-        return document.elementFromPoint(x, y) === element && !app.graph.getNodeOnPos(graphX, graphY)
-    }
-    for (let y = innerHeight - pixels - 20; y > 0; y -= 20) {
-        for (let x = 20; x < innerWidth; x += 20) {
-            if (bare(x, y)) return {x, y}
-        }
-    }
-    return null
-}"""
 ADD_NODE = """([type, below]) => {
     const [above] = app.graph.findNodesByType(below), node = LiteGraph.createNode(type)
     node.pos = [above.pos[0], above.pos[1] + above.size[1] + 200]
@@ -204,15 +190,9 @@ class Editor:
         place = self._place(PLACE_OF_TITLE, node_type)
         self.page.mouse.click(place["x"], place["y"])
 
-    def pan_down(self, pixels: int) -> None:
-        """Drag the empty canvas, to bring a node and the buttons above it out from under ComfyUI's own bars."""
-        before = self.page.evaluate("app.canvas.ds.offset[1]")
-        spot = self._place(EMPTY_SPOT, pixels)
-        self.page.mouse.move(spot["x"], spot["y"])
-        self.page.mouse.down()
-        self.page.mouse.move(spot["x"], spot["y"] + pixels, steps=5)
-        self.page.mouse.up()
-        self.page.wait_for_function("before => app.canvas.ds.offset[1] > before", arg=before)
+    def bring_into_view(self, node_type: str) -> None:
+        """Move the canvas until the node is in its middle."""
+        self.page.evaluate("type => app.canvas.centerOnNode(app.graph.findNodesByType(type)[0])", node_type)
 
     def point_at(self, node_type: str, name: str) -> None:
         """Rest the mouse on a value, as one does to read its tooltip."""
