@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Literal, TypeVar
 
 from comfy_api.latest import io
@@ -55,16 +56,17 @@ class ShardedPipeline(Moving):
         devices = self.slot.layout.devices
         ways = [way for way in ways if way != "host" or devices[0].kind != "cpu"]
         with comfy_host.comfy_errors():
-            for way, following in zip(ways, [*ways[1:], None], strict=True):
+            for way, following in pairwise(ways):
                 try:
                     return run(way)
                 except RankOutOfMemory as error:
-                    if following is None:
-                        error.advise(ELSE)
-                        raise
                     log.warning("%s", error.summary)
                     where = f"rank {error.rank} ({devices[error.rank].label})"
                 comfy_host.say(
                     comfy_host.executing_node(), f"Out of memory on {where}: now {_INSTEAD[following]}"
                 )
-        raise AssertionError("no way was given")
+            try:
+                return run(ways[-1])
+            except RankOutOfMemory as error:
+                error.advise(ELSE)
+                raise

@@ -28,10 +28,11 @@ def physical_cards() -> tuple[Device, ...]:
         if library is None:
             return ()
         cards = []
+        ours = {os.getpid(), *descendants(os.getpid())}
         try:
             for index in range(library.nvmlDeviceGetCount()):
                 with contextlib.suppress(library.NVMLError):
-                    cards.append(_card(library, index))
+                    cards.append(_card(library, index, ours))
             return tuple(msgspec.structs.replace(card, peers=_peers(library, card, cards)) for card in cards)
         except library.NVMLError:
             return ()
@@ -48,7 +49,7 @@ def driver_version() -> str:
             return ""
 
 
-def _card(library, index: int) -> Device:
+def _card(library, index: int, ours: set[int]) -> Device:
     handle = library.nvmlDeviceGetHandleByIndex(index)
     uuid, name = library.nvmlDeviceGetUUID(handle), library.nvmlDeviceGetName(handle)
     total = free = taken = 0
@@ -56,7 +57,7 @@ def _card(library, index: int) -> Device:
     with contextlib.suppress(library.NVMLError):
         memory = library.nvmlDeviceGetMemoryInfo(handle)
         total, free = memory.total, memory.free
-        taken = min(_taken(library, handle), total - free)
+        taken = min(_taken(library, handle, ours), total - free)
     return Device(
         kind="cuda",
         index=index,
@@ -68,13 +69,12 @@ def _card(library, index: int) -> Device:
     )
 
 
-def _taken(library, handle) -> int:
-    """Bytes of a card that other programs hold: all but this process and what it has started.
+def _taken(library, handle, ours: set[int]) -> int:
+    """Bytes of a card that other programs hold: all but `ours`, this process and what it has started.
 
     0 where that cannot be said: the driver does not tell, or tells ids that are other processes in this container.
     """
     sizes = bytes_by_pid(library, handle)
-    ours = {os.getpid(), *descendants(os.getpid())}
     if not ours & sizes.keys() and not sees_all_processes():
         return 0
     return sum(nbytes or 0 for pid, nbytes in sizes.items() if pid not in ours)

@@ -431,7 +431,7 @@ class WorkerGroup:
         session = self._session
         return {
             "id": self.id,
-            "agent_pid": session.processes.agent_pid if session and hasattr(session, "processes") else None,
+            "agent_pid": session.processes.agent_pid if session else None,
             **as_data(self.state.current),
             "slots": [
                 {

@@ -36,6 +36,8 @@ AGENT = "runtime.agent"
 MARK = "--owner="  # by this argument a process of a group is known
 AGENT_NAME = "sharded-agent"  # as the kernel has it, also of a zombie: at most 15 bytes
 _PROC = Path("/proc")
+_EXITING = 0x4  # PF_EXITING in include/linux/sched.h
+_KILLED = 1 << (signal.SIGKILL - 1) if hasattr(signal, "SIGKILL") else 0
 _FIRST_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux' proc_ns.h
 
 
@@ -61,7 +63,7 @@ class Host(msgspec.Struct, frozen=True):
     def lives(self) -> bool:
         """Whether this very process runs. A zombie has ended, whoever fails to reap it."""
         found = process_state(self.pid)
-        if found is None and not (_PROC / "self/stat").exists():
+        if found is None and not tells_processes():
             return True  # a system that does not tell; nothing is dead for certain
         return found is not None and found.started == self.started and not found.ended
 
@@ -74,6 +76,7 @@ class ProcessState(msgspec.Struct, frozen=True):
     state: str
     parent: int
     started: int
+    ending: bool = False  # it has ended, is on its way out, or a SIGKILL is waiting for it
 
     @property
     def runs(self) -> bool:
@@ -98,8 +101,21 @@ class Owner(msgspec.Struct, frozen=True):
 def process_state(pid: int) -> ProcessState | None:
     """The state of a process, None if there is none (or this system does not tell)."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+        return read_state(pid)
     except OSError:
+        return None
+
+
+def tells_processes() -> bool:
+    """Whether this system tells anything of processes."""
+    return (_PROC / "self/stat").exists()
+
+
+def read_state(pid: int) -> ProcessState | None:
+    """As `process_state`; raises OSError where the answer could not be read, which says nothing of the process."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
         return None
     # The name is in parentheses and may hold anything, also parentheses.
     head, _, tail = text.rpartition(")")
@@ -107,7 +123,16 @@ def process_state(pid: int) -> ProcessState | None:
     if len(fields) < 20:
         return None
     name = head.partition("(")[2]
-    return ProcessState(pid, name, state=fields[0], parent=int(fields[1]), started=int(fields[19]))
+    # Fields 9 (flags) and 31 (pending signals) of proc_pid_stat(5), counted from 1 with the state as the third.
+    dying = len(fields) > 28 and bool(int(fields[6]) & _EXITING or int(fields[28]) & _KILLED)
+    return ProcessState(
+        pid,
+        name,
+        state=fields[0],
+        parent=int(fields[1]),
+        started=int(fields[19]),
+        ending=fields[0] in "ZX" or dying,
+    )
 
 
 def this_host() -> Host:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from . import launch
 from .spec import Refusal
 
-LIST = Path(__file__).resolve().parent.parent / "requirements.txt"
+LIST = launch.PACK / "requirements.txt"
 _TORCH = "torch>=2.9"  # ComfyUI's, hence not in the list, which would have it replaced
 
 

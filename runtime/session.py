@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import secrets
 import signal
@@ -281,28 +280,19 @@ _STATES = {
     "Z": "its process has ended",
     "X": "its process has ended",
 }
-_EXITING = 0x4  # PF_EXITING in include/linux/sched.h
-_KILLED = 1 << (signal.SIGKILL - 1) if hasattr(signal, "SIGKILL") else 0
-
-
-def _stat(pid: int | None) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on; a state of X alone when there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ["X"] if os.path.exists("/proc/self/stat") else ["?"]
-    except OSError:
-        return ["?"]
-    return text[text.rindex(")") + 2 :].split()
 
 
 def _process_state(pid: int | None) -> str:
-    return _stat(pid)[0]
+    """Its letter; X when there is no such process, ? where that cannot be told."""
+    try:
+        found = leftovers.read_state(pid) if pid is not None else None
+    except OSError:
+        return "?"
+    if found is not None:
+        return found.state
+    return "X" if leftovers.tells_processes() else "?"
 
 
 def _is_ending(pid: int) -> bool:
-    state, *others = _stat(pid)
-    if state in "ZX":
-        return True
-    # Fields 9 (flags) and 31 (pending signals), counted from 1 with the state as the third.
-    return len(others) > 28 and bool(int(others[5]) & _EXITING or int(others[27]) & _KILLED)
+    found = leftovers.process_state(pid)
+    return found.ending if found is not None else _process_state(pid) == "X"
