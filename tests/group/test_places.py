@@ -68,6 +68,7 @@ def test_broken_links_are_found_and_the_setting_that_works_is_taken(
     assert [entry.setting for entry in machine.recall().entries] == [SETTINGS[1].name]
 
 
+@pytest.mark.slow
 def test_where_no_other_setting_exists_the_error_says_what_is_broken(broken: pytest.MonkeyPatch) -> None:
     broken.setenv("BROKEN_LINKS", "hang")
     assert machine.settings(cpu_devices(2)) == (AS_IT_IS,)

@@ -159,7 +159,8 @@ def assert_lean(reports: list[dict[str, Any]]) -> None:
         assert beyond <= 256 * MIB + report["largest_slice"]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_large_file_needs_no_more_than_its_shard_and_a_slice(
     large: Path, tmp_path: Path, ranks: int
 ) -> None:

@@ -50,8 +50,8 @@ def groups_end() -> Iterator[None]:
 @pytest.mark.parametrize(
     "config",
     [
-        layout_of(tensor=3, shares=(3, 1, 1)),
-        layout_of(tensor=3, tensor_plan=json.dumps(PLAN)),
+        pytest.param(layout_of(tensor=3, shares=(3, 1, 1)), marks=pytest.mark.slow),
+        pytest.param(layout_of(tensor=3, tensor_plan=json.dumps(PLAN)), marks=pytest.mark.slow),
         layout_of(tensor=3, tensor_plan=json.dumps(PLAN), shares=(1, 2, 2)),
     ],
     ids=["weighted shares", "own plan", "own plan in weighted shares"],

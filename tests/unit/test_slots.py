@@ -17,10 +17,10 @@ INFO = SlotInfo(weight_bytes=1, seconds=0.1)
 
 
 class MockSession(SimpleNamespace):
-    """Mock of a life of a group: which rank is dead, and no processes."""
+    """Mock of a life of a group: which rank is dead, and the pid of an agent."""
 
     def __init__(self) -> None:
-        super().__init__(dead=None, ready={0: None, 1: None})
+        super().__init__(dead=None, ready={0: None, 1: None}, processes=SimpleNamespace(agent_pid=1))
 
     def find_lost(self) -> None: ...
 
