@@ -29,6 +29,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, axis: str, output: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--log-dir", str(output / "logs")]  # by default in /tmp, and left there
     command += ["-m", "tests.support.load_probe", str(folder), axis, str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -31,7 +31,9 @@ def torchrun(directory: Path, ranks: int, module: str, *arguments: str) -> Itera
     own = Path(tempfile.mkdtemp(dir=directory))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(own / "meeting")]
-    command += ["--rdzv-conf", "store_type=file", "--rdzv-id", "tests", "-m", module, *arguments]
+    command += ["--rdzv-conf", "store_type=file", "--rdzv-id", "tests"]
+    command += ["--log-dir", str(own / "logs")]  # by default in /tmp, and left there
+    command += ["-m", module, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", _ROWS: str(own / "rows")}
     (own / "rows").touch()
