@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from runtime import wire
 from runtime.spec import Decode, DenoiserCall, Encode, Forward, Load, ModelSpec, ParallelSpec, Ping, Sample
-from runtime.worker import Output, _operation
+from runtime.worker import Output, _operation, set_imports_apart
 from tools import ROOT
 
 WRITES = """
@@ -60,6 +62,30 @@ def test_what_is_printed_to_a_full_disk_counts_as_written() -> None:
 
 
 # ---- operations
+
+
+class Cyclic:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_the_collector_passes_over_what_was_imported_and_still_finds_a_slot() -> None:
+    try:
+        slot, imported = Cyclic(), Cyclic()
+        left = weakref.ref(slot)
+        set_imports_apart({"held": slot})
+        del slot
+        gc.collect()
+        assert left() is None
+        kept = weakref.ref(imported)
+        set_imports_apart({})
+        del imported
+        gc.collect()
+        assert kept() is not None, "all that was imported is looked through"
+    finally:
+        gc.unfreeze()
 
 
 def operation(request: object, **tensors: torch.Tensor) -> tuple[str, object]:
