@@ -56,6 +56,8 @@ matrix: parity
 faults: env
 	$(PYTHON) -m tests.faults $(ARGS)
 
+# What people see, also the long stories: on two frontends with two renderers. Fetches what is missing of them, once.
+# ARGS="-k 1.58.1-nodes2" for one of the four, ARGS="-k rank_dies" for one story. Pictures: test_output/browser.
 browser: env
 	$(PYTHON) -m pytest $(call folders,browser) $(ARGS)
 

@@ -60,11 +60,9 @@ class ShardedPipeline(Moving):
                 try:
                     return run(way)
                 except RankOutOfMemory as error:
-                    log.warning("%s", error.summary)
+                    log.warning("%s", error)
                     where = f"rank {error.rank} ({devices[error.rank].label})"
-                comfy_host.say(
-                    comfy_host.executing_node(), f"Out of memory on {where}: now {_INSTEAD[following]}"
-                )
+                self.say(f"Out of memory on {where}: now {_INSTEAD[following]}")
             try:
                 return run(ways[-1])
             except RankOutOfMemory as error:

@@ -32,10 +32,11 @@ from ..runtime.spec import (
     Layout,
     ParallelConfig,
     Progress,
+    RankError,
     RankOutOfMemory,
     Refusal,
 )
-from . import routes
+from . import events, routes
 
 log = logging.getLogger("comfyui-sharded")
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -46,8 +47,23 @@ _UNSAFE = str.maketrans({"<": "(", ">": ")", "&": "+", "*": "x", "_": "-", "#": 
 
 def start() -> None:
     """Called once, when ComfyUI loads the pack."""
-    routes.add_to(PromptServer.instance.routes, workflow_runs, is_listed)
+    routes.add_to(PromptServer.instance.routes, workflow_runs, is_listed, version())
+    events.start(_send, _later)
+    GROUPS.current_run = executing_prompt
     IdleWatch(GROUPS, idle_times).start()
+
+
+def _send(event: str, data: dict[str, Any]) -> None:
+    """An event to all pages, from any thread. Once the server's loop is closed nobody hears it."""
+    with contextlib.suppress(RuntimeError):
+        PromptServer.instance.send_sync(event, data)
+
+
+def _later(seconds: float, function: Callable[[], None]) -> None:
+    """Call `function` on the server's loop after so many seconds."""
+    loop = PromptServer.instance.loop
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(loop.call_later, seconds, function)
 
 
 def version() -> str:
@@ -163,6 +179,12 @@ def executing_node() -> str | None:
     return context.node_id if context else None
 
 
+def executing_prompt() -> str:
+    """The prompt that is executing on this thread; "" outside of one."""
+    context = comfy_execution.utils.get_executing_context()
+    return str(context.prompt_id) if context else ""
+
+
 def executing_run() -> str:
     """What tells one execution of a node from another: the prompt and the node; "" outside of both."""
     context = comfy_execution.utils.get_executing_context()
@@ -181,14 +203,23 @@ def interrupted() -> bool:
 
 @contextlib.contextmanager
 def comfy_errors() -> Iterator[None]:
-    """Turn the group's errors into ComfyUI's own where it has one: its interrupt, and its out-of-memory."""
+    """Turn the group's errors into ComfyUI's own where it has one: its interrupt, and its out-of-memory.
+
+    The node shows the three lines of an error. What else is known goes to the log here, and to the panel.
+    """
     try:
         yield
     except Cancelled:
         comfy.model_management.throw_exception_if_processing_interrupted()
         raise comfy.model_management.InterruptProcessingException from None
-    except RankOutOfMemory as error:
-        raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
+    except RankError as error:
+        if not error.is_logged:  # by a use of this inside
+            log.error("%s", error.whole)
+            error.is_logged = True
+        GROUPS.journal.publish(error)
+        if isinstance(error, RankOutOfMemory):
+            raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
+        raise
 
 
 def say(node_id: str | None, *lines: str) -> None:
@@ -207,10 +238,12 @@ def readable_bytes(nbytes: int) -> str:
 
 
 class NodeProgress:
-    """The bar, the preview and the text of one node while the group works for it."""
+    """The bar, the preview and the text of one node while the group works for it; `tell` puts the text elsewhere."""
 
-    def __init__(self, node_id: str | None, latent_format: Any = None):
-        self.node_id = node_id
+    def __init__(
+        self, node_id: str | None, latent_format: Any = None, tell: Callable[[str], None] | None = None
+    ):
+        self._tell = tell or (lambda text: say(node_id, text))
         self._bar = comfy.utils.ProgressBar(1, node_id=node_id)
         self._phase = ""
         self._previewer = None
@@ -223,11 +256,21 @@ class NodeProgress:
     def wants_preview(self) -> bool:
         return self._previewer is not None
 
+    def enter(self, phase: str, total: int = 0) -> None:
+        """Say that a phase has begun, once."""
+        if phase != self._phase:
+            self._phase = phase
+            words = _PHASES_OF_ONE if total == 1 else _PHASES
+            self._tell(words.get(phase, _PHASES.get(phase, phase)).format(total=total))
+
+    def warm_up(self) -> None:
+        """Say that the first step takes longer, unless it is over: ranks tell it once a second, and so too late."""
+        if self._phase != "sampling":
+            self.enter("warming")
+
     def report(self, progress: Progress, tensors: Mapping[str, torch.Tensor]) -> None:
         """Show how far a call has come. Raises ComfyUI's interrupt when the user pressed Cancel."""
-        if progress.phase != self._phase:
-            self._phase = progress.phase
-            say(self.node_id, _PHASES.get(progress.phase, progress.phase).format(total=progress.total))
+        self.enter(progress.phase, progress.total)
         preview = None
         latent = tensors.get("preview")
         # A model with other latents than the format's runs without previews rather than not at all.
@@ -239,11 +282,14 @@ class NodeProgress:
 _PHASES = {
     "starting": "Starting {total} ranks",
     "loading": "Reading weights",
+    "restoring": "Restoring from RAM",
     "encoding": "Encoding",
+    "warming": "First step: warming up",
     "sampling": "Sampling",
     "decoding": "Decoding",
     "measuring": "Timing the exchanges between the ranks",
 }
+_PHASES_OF_ONE = {"starting": "Starting one rank"}
 
 
 def flux_latent_format() -> Any:
@@ -415,6 +461,6 @@ class ManagedSlot:
     def _evict(self) -> None:
         """Give the devices back: for good if ComfyUI unloads everything, else so that the next use is quick."""
         if unloading_everything():
-            self.slot.unload()
+            self.slot.unload(by="comfyui")
         else:
-            self.slot.park()
+            self.slot.park(by="comfyui")

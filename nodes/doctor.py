@@ -24,7 +24,8 @@ class Doctor(io.ComfyNode):
                 io.String.Input(
                     "devices",
                     default="auto",
-                    tooltip="auto (all cards that no group uses), cpu, or physical cards in PCI order such as 0,1,3.",
+                    tooltip="auto (all cards that no group uses), cpu, or physical cards in PCI order such as 0,1,3: "
+                    "name them to leave a card alone.",
                 ),
             ],
             outputs=[io.String.Output("REPORT", display_name="report")],

@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..runtime import planner
 from ..runtime.group import GROUPS
-from ..runtime.spec import DTYPES, ParallelConfig, ParallelSpec, Refusal
+from ..runtime.spec import DTYPES, ParallelConfig, Refusal
 from . import comfy_host
 from .cables import CATEGORY, ParallelConfigCable, PipelineCable, ShardedPipeline
 
@@ -29,12 +29,13 @@ class LoadPipeline(io.ComfyNode):
                     "dtype",
                     options=list(DTYPES),
                     default="auto",
-                    tooltip="Number format of the weights on the devices. auto keeps the one they are stored in.",
+                    tooltip="Number format of the weights on the devices. auto keeps the one they are stored in; "
+                    "choose another if the model or the cards need it.",
                 ),
                 ParallelConfigCable.Input(
                     "parallel_config",
                     optional=True,
-                    tooltip="How to divide the model. Without it: auto.",
+                    tooltip="How to divide the model, from Parallel Config. Without it: auto on all devices.",
                 ),
             ],
             outputs=[PipelineCable.Output("PIPELINE", display_name="pipeline")],
@@ -72,10 +73,7 @@ class LoadPipeline(io.ComfyNode):
         pipeline = ShardedPipeline(GROUPS.slot(layout, planner.model_spec(facts, dtype, layout)), wanted)
         was_loaded = pipeline.slot.loaded
         info = pipeline.ensure(comfy_host.NodeProgress(cls.hidden.unique_id))
-        layout = pipeline.slot.layout  # a smaller one, if ranks ran out of memory
-        size = comfy_host.readable_bytes(info.weight_bytes) + _of_which(layout.spec, facts.units)
-        done = "already loaded" if was_loaded else f"loaded in {info.seconds:.1f} s"
-        comfy_host.say(cls.hidden.unique_id, f"{layout.spec.describe()}, {size}, {done}", layout.reason)
+        pipeline.say_held(info, "already loaded" if was_loaded else f"loaded in {info.seconds:.1f} s")
         return io.NodeOutput(pipeline)
 
 
@@ -106,12 +104,12 @@ class LoadDiffusionModel(io.ComfyNode):
                     "verify_first_step",
                     default=False,
                     tooltip="Also run the first step on one device, where the whole model fits, and stop if the "
-                    "result differs by more than rounding.",
+                    "result differs by more than rounding. Once for a new model or layout: it reads all weights.",
                 ),
                 ParallelConfigCable.Input(
                     "parallel_config",
                     optional=True,
-                    tooltip="How to divide the model. Without it: auto.",
+                    tooltip="How to divide the model, from Parallel Config. Without it: auto on all devices.",
                 ),
             ],
             outputs=[io.Model.Output("MODEL", display_name="model")],
@@ -145,10 +143,12 @@ class LoadDiffusionModel(io.ComfyNode):
                 "They are files in ComfyUI's diffusion_models folders and transformers of diffusers folders.",
                 "Choose one from the list, and refresh it after adding files.",
             )
+        node_id = cls.hidden.unique_id
         model, layout = sharded_model(
-            path, parallel_config or ParallelConfig(), dtype, verify=verify_first_step
+            path, parallel_config or ParallelConfig(), dtype, verify=verify_first_step, node_id=node_id
         )
-        comfy_host.say(cls.hidden.unique_id, layout.spec.describe(), layout.reason)
+        when = "already loaded" if model.slot.loaded else "loads when a sampler needs it"
+        comfy_host.say(node_id, f"{layout.describe()}, {when}", layout.reason)
         return io.NodeOutput(model)
 
 
@@ -158,10 +158,3 @@ def _in_lists(**inputs: tuple[str | None, list[str]]) -> bool | str:
         if value is not None and value not in options:
             return f"Value not in list: {name}: '{value}' not in {options}"
     return True
-
-
-def _of_which(spec: ParallelSpec, heads: int) -> str:
-    """Of which ranks a size is that rank 0 reports."""
-    if spec.world_size == 1:
-        return ""
-    return " on rank 0" if spec.tensor_shares or heads % spec.tensor else " each"

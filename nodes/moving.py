@@ -13,7 +13,7 @@ import msgspec
 
 from ..runtime import planner
 from ..runtime.group import GROUPS, Slot
-from ..runtime.spec import Layout, RankOutOfMemory
+from ..runtime.spec import Layout, RankOutOfMemory, SlotInfo
 from . import comfy_host
 
 log = logging.getLogger("comfyui-sharded")
@@ -33,7 +33,7 @@ class Moving:
         `run` uses `self.slot` anew each time.
         """
         with comfy_host.comfy_errors():
-            before = self.slot.name
+            before, layout = self.slot.name, self.slot.layout
             try:
                 return run()
             except RankOutOfMemory as error:
@@ -45,6 +45,7 @@ class Moving:
                 error.advise(self._advice(self._smaller(error)))
                 raise
             GROUPS.retries.forget(before)  # that there is no room in it costs nothing any more
+            GROUPS.note_smaller(layout, self.slot)
             return result
 
     def _step_down(self, error: RankOutOfMemory) -> bool:
@@ -54,10 +55,8 @@ class Moving:
             error.advise(self._advice(layouts))
             return False
         before, after = self.slot.layout.spec, layouts[0].spec
-        log.warning("%s\nNow in %s instead.", error.summary, after.describe())
-        comfy_host.say(
-            comfy_host.executing_node(), f"Out of memory in {before.describe()}: now {after.describe()}"
-        )
+        log.warning("%s\nNow in %s instead.", error, after.describe())
+        self.say(f"Out of memory in {before.describe()}: now {after.describe()}")
         self._move(layouts[0])
         return True
 
@@ -71,7 +70,7 @@ class Moving:
     def _advice(self, layouts: tuple[Layout, ...]) -> str:
         if self.wanted is None:
             return ELSE
-        return f"{planner.smaller_advice(self.wanted, self.slot.layout, layouts)}\n{ELSE}"
+        return f"{planner.smaller_advice(self.wanted, self.slot.layout, layouts)} {ELSE}"
 
     def _move(self, layout: Layout) -> None:
         """Leave the slot for one in `layout`, which the next use loads."""
@@ -81,6 +80,24 @@ class Moving:
         self.slot.unload()
         self.slot = GROUPS.slot(layout, model)
         self.moved()
+
+    def say(self, *lines: str) -> None:
+        """Text on the node that shows what becomes of the slot."""
+        comfy_host.say(comfy_host.executing_node(), *lines)
+
+    def say_held(self, info: SlotInfo, how: str) -> None:
+        """What the ranks hold now and where, `how` it came there, and on a second line why in this layout."""
+        layout = self.slot.layout
+        size = comfy_host.readable_bytes(info.weight_bytes) + self._of_which()
+        self.say(f"{layout.describe()}, {size}, {how}", layout.reason)
+
+    def _of_which(self) -> str:
+        """Of which ranks a size is that rank 0 reports."""
+        spec = self.slot.layout.spec
+        if spec.world_size == 1:
+            return ""
+        units = self.wanted.facts.units if self.wanted else 0
+        return " on rank 0" if spec.tensor_shares or units % spec.tensor else " each"
 
     def moved(self) -> None:
         """Called when `slot` has become another one."""

@@ -10,12 +10,15 @@ from ..runtime.spec import ATTENTION_BACKENDS, AXES, STRATEGIES, ParallelConfig,
 from .cables import CATEGORY, ParallelConfigCable
 
 _AXIS_TOOLTIPS = {
-    "tensor": "manual only: over how many devices each weight matrix is divided. Saves weight memory.",
-    "ulysses": "manual only: over how many devices the sequence is divided, and the heads in attention. Faster steps.",
+    "tensor": "manual only: over how many devices each weight matrix is divided. For a model that does not fit one "
+    "card.",
+    "ulysses": "manual only: over how many devices the sequence is divided, and the heads in attention. For shorter "
+    "steps, where the model fits each card.",
     "ring": "manual only: divides the sequence too, keys and values go round. For more devices than heads, or long "
     "sequences over slow links. With ulysses: over ring x ulysses devices.",
     "stage": "manual only: consecutive layers per device. Not built yet: leave at 1.",
-    "replica": "manual only: copies of the model that share the calls of a step: CFG's two, or a batch.",
+    "replica": "manual only: copies of the model that share the calls of a step: CFG's two, or a batch. For a model "
+    "that fits each card.",
 }
 # The pack's own plan for FLUX.1, written out: diffusers' plan for it, and the modulation layers.
 _FLUX_PLAN = """\
@@ -56,7 +59,8 @@ class ParallelConfigNode(io.ComfyNode):
                     "strategy",
                     options=list(STRATEGIES),
                     default="auto",
-                    tooltip="auto and the prefer strategies adapt to any machine; manual uses the degrees below.",
+                    tooltip="Who chooses the layout. auto and the prefer strategies adapt to any machine; manual uses "
+                    "the degrees below.",
                 ),
                 *(
                     io.Int.Input(axis, default=1, min=1, max=64, tooltip=_AXIS_TOOLTIPS[axis])
@@ -65,13 +69,14 @@ class ParallelConfigNode(io.ComfyNode):
                 io.String.Input(
                     "devices",
                     default="auto",
-                    tooltip="auto, cpu, or physical cards in PCI order, such as 0,1,3.",
+                    tooltip="auto, cpu, or physical cards in PCI order, such as 0,1,3: name them to keep a card free.",
                 ),
                 io.Combo.Input(
                     "attention",
                     options=list(ATTENTION_BACKENDS),
                     default="auto",
-                    tooltip="Attention kernels. auto and native are PyTorch's own choice, cudnn is one of its kernels. "
+                    tooltip="Attention kernels, best left at auto. auto and native are PyTorch's own choice, cudnn is "
+                    "one of its kernels. "
                     "flash and sage need their package and take no masks; sage computes in 8 bits.",
                 ),
             ],

@@ -29,7 +29,10 @@ class EncodePrompt(io.ComfyNode):
             inputs=[
                 PipelineCable.Input("pipeline", tooltip=_PIPELINE_TOOLTIP),
                 io.String.Input(
-                    "text", multiline=True, dynamic_prompts=True, tooltip="What the picture should show."
+                    "text",
+                    multiline=True,
+                    dynamic_prompts=True,
+                    tooltip="What the picture should show, in words.",
                 ),
             ],
             outputs=[io.Conditioning.Output("CONDITIONING", display_name="conditioning")],
@@ -40,6 +43,8 @@ class EncodePrompt(io.ComfyNode):
     def execute(cls, pipeline: ShardedPipeline, text: str) -> io.NodeOutput:
         progress = comfy_host.NodeProgress(cls.hidden.unique_id)
         pipeline.ensure(progress)
+        progress.enter("encoding")
+        start = time.monotonic()
         reply = pipeline.staged(
             lambda way: pipeline.slot.call(
                 Encode(slot=pipeline.slot.name, prompt=text, on_host=way == "host"),
@@ -47,6 +52,7 @@ class EncodePrompt(io.ComfyNode):
             ),
             ("", "host"),
         )
+        comfy_host.say(cls.hidden.unique_id, f"Encoded in {time.monotonic() - start:.1f} s")
         embeds, pooled = (reply.tensors[name].float() for name in ("prompt_embeds", "pooled"))
         return io.NodeOutput([[embeds, {"pooled_output": pooled}]])
 
@@ -73,7 +79,13 @@ class SamplePipeline(io.ComfyNode):
                     control_after_generate=True,
                     tooltip="Decides the starting noise: the same seed gives the same noise in every layout.",
                 ),
-                io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Denoising steps that are made."),
+                io.Int.Input(
+                    "steps",
+                    default=20,
+                    min=1,
+                    max=10000,
+                    tooltip="Denoising steps that are made: as many as the model needs; fewer are quicker.",
+                ),
                 io.Float.Input(
                     "guidance",
                     default=3.5,
@@ -89,7 +101,7 @@ class SamplePipeline(io.ComfyNode):
                     min=16,
                     max=16384,
                     step=16,
-                    tooltip="Pixels. A connected latent decides instead.",
+                    tooltip="Pixels, a multiple of 16. A connected latent decides instead.",
                 ),
                 io.Int.Input(
                     "height",
@@ -97,14 +109,14 @@ class SamplePipeline(io.ComfyNode):
                     min=16,
                     max=16384,
                     step=16,
-                    tooltip="Pixels. A connected latent decides instead.",
+                    tooltip="Pixels, a multiple of 16. A connected latent decides instead.",
                 ),
                 io.Int.Input(
                     "batch_size",
                     default=1,
                     min=1,
                     max=64,
-                    tooltip="Pictures at once. A connected latent decides instead.",
+                    tooltip="Pictures at once; each takes memory. A connected latent decides instead.",
                 ),
                 io.Float.Input(
                     "denoise",
@@ -173,13 +185,18 @@ class SamplePipeline(io.ComfyNode):
                 denoise=denoise,
                 preview=progress.wants_preview,
             )
-            return pipeline.slot.call(
-                request, tensors, report=progress.report, cancelled=comfy_host.interrupted
-            )
+            return pipeline.slot.call(request, tensors, report=progress.report, cancelled=cancelled)
+
+        def cancelled() -> bool:
+            if pipeline.slot.warming:
+                progress.warm_up()
+            return comfy_host.interrupted()
 
         start = time.monotonic()
         reply = pipeline.with_room(run)
-        comfy_host.say(node_id, f"{steps} steps in {time.monotonic() - start:.1f} s")
+        took, peak = time.monotonic() - start, pipeline.slot.peak
+        most = f", peak {comfy_host.readable_bytes(peak)}" if peak else ""
+        comfy_host.say(node_id, f"{steps} step{'s' if steps > 1 else ''} in {took:.1f} s{most}")
         return io.NodeOutput({"samples": reply.tensors["samples"]})
 
 
@@ -207,6 +224,8 @@ class Decode(io.ComfyNode):
         info = pipeline.ensure(progress)
         latent = samples["samples"]
         _check_channels(latent, info)
+        progress.enter("decoding")
+        start = time.monotonic()
         reply = pipeline.staged(
             lambda way: pipeline.slot.call(
                 DecodeRequest(slot=pipeline.slot.name, tiled=way == "tiles", on_host=way == "host"),
@@ -218,7 +237,8 @@ class Decode(io.ComfyNode):
         )
         images = reply.tensors["images"]
         count, height, width, _ = images.shape
-        comfy_host.say(cls.hidden.unique_id, f"{count} of {width} x {height} pixels")
+        took = f"{time.monotonic() - start:.1f} s"
+        comfy_host.say(cls.hidden.unique_id, f"{count} of {width} x {height} pixels in {took}")
         return io.NodeOutput(images)
 
 

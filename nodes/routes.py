@@ -6,23 +6,35 @@ What changes something is asked for by ComfyUI's own page, or by a program that 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
-from ..runtime.group import GROUPS, WorkerGroup
+from ..runtime.group import (
+    GROUPS,
+    IN_USE_SECONDS,
+    PACK_VERSION,
+    Hindrance,
+    Incident,
+    WorkerGroup,
+    fitted,
+    incident_as_data,
+)
 from ..runtime.spec import RankError
 
 log = logging.getLogger("comfyui-sharded")
 
+API = 1  # of what is told; another number is another form of it
+VERSION = PACK_VERSION
 BODY_BYTES = 1024  # of a request: the ids of eight cards take a third of it
-IN_USE_SECONDS = 30.0  # while a workflow runs: between two steps a group is idle for a moment only
+LOOK_SECONDS = 1.0  # the longest that an answer waits for the driver to tell of the cards
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -37,14 +49,24 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def add_to(
-    routes: web.RouteTableDef, workflow_runs: Callable[[], bool], is_listed: Callable[[str], bool]
+    routes: web.RouteTableDef,
+    workflow_runs: Callable[[], bool],
+    is_listed: Callable[[str], bool],
+    comfyui: str = "",
 ) -> None:
-    """`is_listed` says whether ComfyUI would count the memory of a slot of that name if it came back."""
+    """`is_listed` says whether ComfyUI would count the memory of a slot of that name if it came back.
+
+    `comfyui` is ComfyUI's version.
+    """
+    cards = Looks()
 
     @routes.get("/sharded/state")
     async def state(_request: web.Request) -> web.Response:
-        """Groups, ranks, slots and memory, from what is known already. Read-only; takes no parameters."""
-        return web.json_response({"api": 1, "time": round(time.time(), 3), "groups": GROUPS.snapshot()})
+        """Devices, groups, incidents and the last run, from what is known. Read-only; takes no parameters."""
+        await cards.be_fresh()
+        told = {"api": API, "version": VERSION, "comfyui": comfyui, "time": round(time.time(), 3)}
+        text = fitted({**told, **GROUPS.state(_wall())})
+        return web.Response(body=text, content_type="application/json", headers={"Cache-Control": "no-store"})
 
     @routes.post("/sharded/group")
     async def change_group(request: web.Request) -> web.Response:
@@ -54,12 +76,48 @@ def add_to(
             return wanted
         group = GROUPS.with_id(wanted.group)
         if group is None:
-            return _refused(404, "There is no such group. GET /sharded/state has their ids.")
-        if reason := _in_the_way(group, wanted.action, workflow_runs, is_listed):
-            return _refused(409, reason)
+            return _refused(404, "no_group", "There is no such group. GET /sharded/state has their ids.")
+        if (reason := _in_the_way(group, wanted.action, workflow_runs, is_listed)) is not None:
+            return _refused(409, *reason)
         # A daemon, or a server that ends would wait for it.
         threading.Thread(target=_act, args=(group, wanted.action), name="sharded-act", daemon=True).start()
         return web.json_response({"action": wanted.action, "group": group.id}, status=202)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What is told
+
+
+class Looks:
+    """Looks at the cards when somebody asks: the driver may take its time, and the server's loop must not wait."""
+
+    def __init__(self) -> None:
+        self._look: asyncio.Future[None] | None = None
+
+    async def be_fresh(self) -> None:
+        """Return when the cards were looked at in the last two seconds, or after a second with what was known."""
+        if self._look is None or self._look.done():
+            if not GROUPS.cards.stale:
+                return
+            self._look = asyncio.get_running_loop().run_in_executor(None, _look_at_cards)
+        await asyncio.wait({self._look}, timeout=LOOK_SECONDS)
+
+
+def _look_at_cards() -> None:
+    try:
+        GROUPS.look_at_cards()
+    except Exception:  # of a driver: what is known stays
+        log.exception("Looking at the cards failed.")
+
+
+def incident_data(incident: Incident) -> dict[str, Any]:
+    """An incident as plain data, with the time of day."""
+    return incident_as_data(incident, _wall())
+
+
+def _wall() -> float:
+    """What makes unix time of a reading of the monotonic clock: only people read it."""
+    return time.time() - time.monotonic()
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -69,18 +127,19 @@ def add_to(
 async def _read(request: web.Request) -> Wanted | web.Response:
     """What is asked for, or the refusal of the request."""
     if not is_same_origin(request.headers):
-        return _refused(403, "Only ComfyUI's own page may ask for this.")
+        return _refused(403, "other_page", "Only ComfyUI's own page may ask for this.")
     if request.content_type != "application/json":
-        return _refused(415, "The body has to be application/json.")
+        return _refused(415, "no_json", "The body has to be application/json.")
     body = b""
     async for part in request.content.iter_any():
         body += part
         if len(body) > BODY_BYTES:
-            return _refused(413, f"The body has more than {BODY_BYTES} bytes.")
+            return _refused(413, "too_large", f"The body has more than {BODY_BYTES} bytes.")
     try:
         return msgspec.json.decode(body, type=Wanted)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _refused(400, 'The body has to be {"action": "park", "restore" or "stop", "group": an id}.')
+        words = 'The body has to be {"action": "park", "restore" or "stop", "group": an id}.'
+        return _refused(400, "bad_body", words)
 
 
 def is_same_origin(headers: Mapping[str, str]) -> bool:
@@ -110,8 +169,9 @@ def _place(authority: str, scheme: str) -> tuple[str | None, int | str]:
         return None, authority
 
 
-def _refused(status: int, reason: str) -> web.Response:
-    return web.json_response({"error": reason}, status=status)
+def _refused(status: int, code: str, reason: str, device: str = "") -> web.Response:
+    """`reason` in a sentence; `code` says the same in a word, for a page in another language."""
+    return web.json_response({"error": reason, "code": code, "device": device}, status=status)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -120,36 +180,50 @@ def _refused(status: int, reason: str) -> web.Response:
 
 def _in_the_way(
     group: WorkerGroup, action: Action, workflow_runs: Callable[[], bool], is_listed: Callable[[str], bool]
-) -> str:
-    """Why it cannot be done now, or ""."""
+) -> Hindrance | None:
+    """Why it cannot be done now. A stop can be while a run is on: that ends with it."""
+    if group.state.current.phase == "stopped":
+        return Hindrance("not_running", "The group does not run.")
+    if action == "stop":
+        return None
     with group.unless_busy() as free:
         if not free:
             doing = group.state.current.doing or "used"
-            return f"The group is busy ({doing}). Cancel the workflow first, or wait for its end."
-        if group.state.current.phase == "stopped":
-            return "The group does not run."
+            return Hindrance(
+                "busy", f"The group is busy ({doing}). Cancel the workflow first, or wait for its end."
+            )
         if workflow_runs() and time.monotonic() - group.used_at < IN_USE_SECONDS:
-            return "A workflow is using the group. Cancel it first, or wait for its end."
+            return Hindrance("in_use", "A workflow is using the group. Cancel it first, or wait for its end.")
         if action == "restore":
             if reason := GROUPS.cannot_restore(group):
                 return reason
             if not all(map(is_listed, group.parked)):
-                return "ComfyUI has taken its place. The next workflow that needs it brings it back."
-    return ""
+                return Hindrance(
+                    "taken", "ComfyUI has taken its place. The next workflow that needs it brings it back."
+                )
+    return None
 
 
 def _act(group: WorkerGroup, action: Action) -> None:
+    if action == "stop":
+        GROUPS.retries.forget()
+        group.stop("Stopped by request.")
+        return
     with group.unless_busy() as free:
         if not free:  # a workflow was quicker
-            log.warning("Cannot %s the group on %s: it is busy.", action, group.where)
+            _say_failed(group, action, "The group is busy: a workflow was quicker.")
             return
         try:
-            if action == "park":
-                GROUPS.park(group)
-            elif action == "restore":
+            if action == "restore":
                 GROUPS.restore(group)
-            else:
-                GROUPS.retries.forget()
-                group.close("Stopped by request.")
+                return
+            kept = GROUPS.park(group)
+            if group.alive:
+                GROUPS.note_not_kept(group, [name for name, in_ram in kept.items() if not in_ram])
         except RankError as error:
-            log.warning("Cannot %s the group on %s: %s", action, group.where, str(error).partition("\n")[0])
+            _say_failed(group, action, str(error))
+
+
+def _say_failed(group: WorkerGroup, action: Action, reason: str) -> None:
+    log.warning("Cannot %s the group on %s: %s", action, group.where, reason.partition("\n")[0])
+    GROUPS.note_failed(group, action, reason)

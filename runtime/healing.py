@@ -23,7 +23,9 @@ from .spec import Decode, Device, Encode, Failure, Memory, RankError, RankOutOfM
 FAILURES_ALLOWED = 3  # in a row, of one request
 PAUSE_SECONDS = 120.0  # after them: a queue of the same request ends at once meanwhile
 _RECORDS = 64  # of requests that have failed, the newest
-_UNCOUNTED = ("refused", "cancelled", "given up", "gone")  # gone: before it was asked; it is asked again
+BRIEF = 200  # characters of a library's own words in the first line of an error
+# Of a request: "gone" is before it was asked, and it is asked again; "stopped" was by a person.
+_UNCOUNTED = ("refused", "cancelled", "given up", "gone", "stopped")
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -34,13 +36,15 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """A request as far as it decides whether it fails again: not its seed, nor its text.
 
     `run` names the run that this is one step of, so that only the end of the run counts as a success; "" where the
-    request is all of it.
+    request is all of it. `step` of `steps`, from 0, is where in the run it is, as far as the sampler tells.
     """
 
     slot: str
     doing: str  # as people read it: "loading", "sampling"
     sizes: tuple[tuple[int, ...], ...] = ()
     run: str = ""
+    step: int | None = None
+    steps: int | None = None
 
 
 def work_of(request: Request, tensors: Mapping[str, Any] | None, slot: str) -> Work:
@@ -97,7 +101,9 @@ class Retries:
         if left > 0:
             raise RankError(
                 f"{_begin(work)} has failed {len(record.failures)} times in a row and is not tried again for now.\n"
-                f"{diagnosis(record.failures, devices, now)}\n{_when_again(left)}",
+                f"The last time: {record.failures[-1].line}\n"
+                f"{' '.join(_remedies(record.failures[-FAILURES_ALLOWED:], devices))} {_when_again(left)}",
+                detail=history(record.failures, now),
                 rank=record.failures[-1].rank,
                 kind="given up",
             )
@@ -137,11 +143,11 @@ class Retries:
         while len(self._records) > _RECORDS:
             del self._records[next(iter(self._records))]
         if len(record.failures) >= FAILURES_ALLOWED:
-            text = (
-                f"\n\nThis was failure {len(record.failures)} in a row of the same request.\n"
-                f"{diagnosis(record.failures, devices, now)}\n{_when_again(PAUSE_SECONDS)}"
+            error.explain(
+                f"This was failure {len(record.failures)} in a row of the same request.",
+                f"{' '.join(_remedies(record.failures[-FAILURES_ALLOWED:], devices))} {_when_again(PAUSE_SECONDS)}",
             )
-            error.args = (f"{error}{text}",)
+            error.detail = f"{history(record.failures, now)}\n\n{error.detail}"
 
     def _note_success(self, work: Work) -> None:
         key = work.slot, work.doing
@@ -172,10 +178,9 @@ def _when_again(seconds: float) -> str:
     )
 
 
-def diagnosis(failures: Sequence[Failed], devices: Sequence[Device], now: float) -> str:
-    """What has failed, how long ago, and what to change, in some lines."""
-    lines = [f"  {now - one.when:.0f} s ago: {one.line}" for one in failures[-FAILURES_ALLOWED:]]
-    return "\n".join([*lines, *_remedies(failures[-FAILURES_ALLOWED:], devices)])
+def history(failures: Sequence[Failed], now: float) -> str:
+    """What has failed, and how long ago, a line each."""
+    return "\n".join(f"{now - one.when:.0f} s ago: {one.line}" for one in failures[-FAILURES_ALLOWED:])
 
 
 def _remedies(failures: Sequence[Failed], devices: Sequence[Device]) -> Iterator[str]:
@@ -232,19 +237,23 @@ def out_of_memory(
     """
     own = {os.getpid(): "ComfyUI itself", **{pid: f"rank {one} of this group" for one, pid in pids.items()}}
     tried = tried_bytes(failure.message)
-    wanted = f": it wanted {_size(tried)} more" if tried else f": {failure.message}"
-    lines = [f"{name[0].upper()}{name[1:]} ran out of memory while {doing}{wanted}."]
-    if place := innermost(failure.traceback):
-        lines.append(f"It was at {place}.")
-    lines.append(who_holds(device, memory, card_memory(device, own)))
+    wanted = f": it wanted {_size(tried)} more" if tried else f": {brief(failure.message)}"
+    place = innermost(failure.traceback)
     return RankOutOfMemory(
-        "\n".join(lines),
-        detail,
+        f"{name[0].upper()}{name[1:]} ran out of memory while {doing}{wanted}.\n"
+        f"{who_holds(device, memory, card_memory(device, own))}",
+        detail="\n\n".join(filter(None, (f"It was at {place}." if place else "", detail.strip("\n")))),
         rank=rank,
         tried=tried,
         allocated=allocated_bytes(failure.message),
         traceback=failure.traceback,
     )
+
+
+def brief(message: str) -> str:
+    """What a library has said as one line of a message; the whole of it is in the traceback."""
+    text = " ".join(message.split())
+    return text if len(text) <= BRIEF else f"{text[: BRIEF - 4]} ..."
 
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

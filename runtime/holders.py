@@ -23,11 +23,12 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A card's memory in bytes, and the processes on it, the largest first."""
+    """A card's memory in bytes, and the processes on it, the largest first. `display`: a screen is on it, if known."""
 
     total_bytes: int
     free_bytes: int
     holders: tuple[Holder, ...]
+    display: bool | None = None
 
 
 def card_memory(device: Device, own: Mapping[int, str]) -> Card | None:
@@ -48,6 +49,7 @@ def card_memory(device: Device, own: Mapping[int, str]) -> Card | None:
                 total_bytes=memory.total,
                 free_bytes=memory.free,
                 holders=_holders(library, bytes_by_pid(library, handle), own),
+                display=_shows_something(library, handle),
             )
         except (AttributeError, library.NVMLError):  # a library or a driver that lacks the call
             return None
@@ -63,6 +65,13 @@ def bytes_by_pid(library, handle) -> dict[int, int | None]:
                     (found.get(process.pid), process.usedGpuMemory), key=lambda n: n or 0
                 )
     return found
+
+
+def _shows_something(library, handle) -> bool | None:
+    try:
+        return bool(library.nvmlDeviceGetDisplayActive(handle))
+    except (AttributeError, library.NVMLError):
+        return None
 
 
 def _holders(library, sizes: Mapping[int, int | None], own: Mapping[int, str]) -> tuple[Holder, ...]:

@@ -101,6 +101,6 @@ class IdleWatch:
             case "park":
                 log.info("Parking what is on %s: not used for %s.", group.where, minutes)
                 try:
-                    self._groups.park(group)
+                    self._groups.park(group, by="idle")
                 except RankError as error:  # it has ended the group; the next use starts it again
                     log.warning("Parking failed: %s", str(error).partition("\n")[0])

@@ -64,6 +64,16 @@ def log_tail(path: Path, lines: int = 12) -> str:
         return ""
 
 
+def pack_version() -> str:
+    """The pack is a folder and no installed package: its project file says. "" without one."""
+    with contextlib.suppress(OSError):
+        for line in (PACK / "pyproject.toml").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition("=")
+            if name.strip() == "version":
+                return value.strip().strip('"')
+    return ""
+
+
 class Processes:
     """The agent and, once they have said who they are, its ranks."""
 

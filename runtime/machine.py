@@ -118,7 +118,10 @@ def _all_failed(failed: Sequence[tuple[Setting, RankError]]) -> RankError:
         return last
     lines = "\n".join(f"- {setting.words}: {_first_line(error)}" for setting, error in failed)
     return RankError(
-        f"The cards do not reach each other in any of {len(failed)} ways.\n{lines}\n\n{last}",
+        f"The cards do not reach each other in any of {len(failed)} ways.\n"
+        f"The last time: {_first_line(last)}\n"
+        "Doctor (Sharded) tests the links between the cards; works instead: one of them, by its number in devices.",
+        detail=f"{lines}\n\n{last.whole}",
         rank=last.rank,
         kind=BROKEN,
         traceback=last.traceback,

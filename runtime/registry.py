@@ -8,11 +8,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from . import incidents, shown
+from .cards import Cards
 from .healing import Retries
+from .journal import Journal
 from .slots import Slot, unload
 from .spec import Cancelled, Device, Layout, ModelSpec
 
@@ -22,15 +25,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("comfyui-sharded")
 
 
+class Hindrance(NamedTuple):
+    """Why something cannot be done now: in a word for pages in other languages, and in a sentence."""
+
+    code: str
+    text: str
+    device: str = ""
+
+
 class Registry:
     """All groups of this host, by their devices; outlives every graph. A device belongs to one group at a time."""
 
-    def __init__(self, make_group: Callable[[tuple[Device, ...]], WorkerGroup]) -> None:
+    def __init__(self, make_group: Callable[[tuple[Device, ...], Journal], WorkerGroup]) -> None:
         self._make_group = make_group
         self._lock = threading.RLock()
         self._ended = False
         self._groups: dict[tuple[str, ...], WorkerGroup] = {}
         self.retries = Retries()
+        self.journal = Journal()
+        self.cards = Cards()
+        self.current_run: Callable[[], str] = lambda: ""  # what the host calls the run of this thread
         self._slots: weakref.WeakValueDictionary[str, Slot] = weakref.WeakValueDictionary()
 
     def group(self, devices: tuple[Device, ...]) -> WorkerGroup:
@@ -42,7 +56,7 @@ class Registry:
             for other_key in [k for k in self._groups if k != key and set(k) & set(key)]:
                 self._groups.pop(other_key).close("Its devices were needed by another layout.")
             if key not in self._groups:
-                self._groups[key] = self._make_group(devices)
+                self._groups[key] = self._make_group(devices, self.journal)
             return self._groups[key]
 
     def find(self, devices: tuple[Device, ...]) -> WorkerGroup | None:
@@ -68,8 +82,11 @@ class Registry:
 
     # ---- what a person may want done with a group
 
-    def park(self, group: WorkerGroup) -> dict[str, bool]:
-        """Take every model off the group's devices. By name: whether it is in host RAM, or will be read again."""
+    def park(self, group: WorkerGroup, by: str = "user") -> dict[str, bool]:
+        """Take every model off the group's devices, as wanted `by` "user", or by the group itself: "idle".
+
+        By name: whether it is in host RAM, or will be read again.
+        """
         with group._lock:
             names = list(group.slots)
             for name in names:
@@ -77,19 +94,23 @@ class Registry:
                 if slot is None:  # nobody holds it any more
                     unload(group, name)
                 else:
-                    slot.park()
+                    slot.park(by)
             return {name: name in group.parked for name in names}
 
-    def cannot_restore(self, group: WorkerGroup) -> str:
-        """Why what a group has parked cannot go back to its devices now; "" if it can."""
+    def cannot_restore(self, group: WorkerGroup) -> Hindrance | None:
+        """Why what a group has parked cannot go back to its devices now; None if it can."""
         if not group.alive or not group.parked:
-            return "Nothing is parked there."
+            return Hindrance("nothing_parked", "Nothing is parked there.")
         nbytes = sum(info.weight_bytes for info in group.parked.values())
         for rank in group.snapshot()["ranks"]:
             used, total = rank["memory"]["device_used"], rank["memory"]["device_total"]
             if total and total - (used or 0) < nbytes * 1.1:
-                return f"{rank['label']} has no room for it now. The next workflow that needs it makes room."
-        return ""
+                return Hindrance(
+                    "no_room",
+                    f"{rank['label']} has no room for it now. The next workflow that needs it makes room.",
+                    rank["label"],
+                )
+        return None
 
     def restore(self, group: WorkerGroup) -> None:
         """Bring what is parked back to the devices. Starts no rank. Raises RankError."""
@@ -108,6 +129,39 @@ class Registry:
 
     def snapshot(self) -> list[dict[str, Any]]:
         return [group.snapshot() for group in self.groups()]
+
+    # ---- what the pages are told
+
+    def state(self, wall: float) -> dict[str, Any]:
+        """What the panel shows, as plain data; `wall` makes unix time of the monotonic clock's."""
+        return shown.state(self.journal, self.groups(), self.cards, wall)
+
+    def news(self) -> tuple[dict[str, Any], float]:
+        """What an event tells, and for how many seconds it stays so by itself: 0.0 is until something happens."""
+        return shown.news(self.journal, self.groups())
+
+    def look_at_cards(self) -> None:
+        """Ask the driver what lies on the cards; may take as long as it likes. One thread at a time."""
+        ranks = {rank.pid for group in self.groups() for rank in group.state.current.ranks if rank.pid}
+        self.cards.look(frozenset(ranks))
+
+    def note_smaller(self, before: Layout, slot: Slot) -> None:
+        """A run has ended well in the layout of `slot`, after it ran out of memory in another."""
+        group = self.find(slot.layout.devices)
+        where = group.id if group else ""
+        self.journal.note(
+            incidents.smaller(where, slot.name, before.spec.describe(), slot.layout.spec.describe())
+        )
+
+    def note_failed(self, group: WorkerGroup, action: str, reason: str) -> None:
+        """What a person asked for, "park" or "restore", has failed after it had begun."""
+        self.journal.note(incidents.not_done(group.id, action, reason))
+
+    def note_not_kept(self, group: WorkerGroup, names: list[str]) -> None:
+        """Models that a person wanted parked had no room in host RAM."""
+        if names:
+            shown_names = tuple(name.rpartition("-")[0] or name for name in names)
+            self.journal.note(incidents.not_kept(group.id, shown_names))
 
     def abandon(self) -> None:
         """In a process that another pack has forked from the host: forget the groups, which are the host's.

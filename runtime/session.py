@@ -128,6 +128,8 @@ class Session:
             verdict = self._supervision.verdict(time.monotonic(), self.working)
             if verdict is not None and not self._is_importing(verdict):
                 self._condemn(verdict)
+            elif len(self.ready) == len(self.devices):  # before that libraries are loaded, in long silences
+                self.state.suspected(self._supervision.suspicion(time.monotonic(), self.working))
         if not self.closed:
             self.end_processes()  # the others hold their memory for nothing
             if self._on_loss is not None:
@@ -224,6 +226,15 @@ class Session:
             return -1, None
 
     # ---- the end
+
+    def stop(self) -> None:
+        """A person wants the end of it: end every process, which is no loss. Whoever runs a call finds them gone."""
+        with self._loss:
+            self.closed = True
+            if self.dead is None:
+                self.dead = 0
+        self._wake.set()
+        self.end_processes()
 
     def end_processes(self) -> None:
         """End every process of the group now. Idempotent."""

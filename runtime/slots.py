@@ -85,7 +85,7 @@ class Slot:
             retries.check(work, devices)  # before anything is started or loaded for it
         # Before the group's lock: who closes a group holds the registry's and waits for the group's.
         group = self._registry.group(self.layout.devices)
-        with group._lock:
+        with group._lock, group.working(work, self._registry.current_run()):
             with retries.attempt(Work(slot=self.name, doing="loading"), devices):
                 info = again_if_gone(lambda: self._loaded_on(group, report, cancelled))
             try:
@@ -110,15 +110,32 @@ class Slot:
     def _load_on(
         self, group: WorkerGroup, report: Report | None, cancelled: IsCancelled | None, start: bool = True
     ) -> None:
+        comes_back = self.name in group.parked
+        if comes_back and report is not None:
+            report(Progress(phase="restoring", done=0, total=1), {})
         group.parked.pop(self.name, None)
         request = Load(slot=self.name, model=self.model, parallel=self.layout.spec)
         try:
-            info = group.call(request, report=report, cancelled=cancelled, start=start)[0].body
+            began = time.monotonic()
+            replies = group.call(
+                request,
+                report=report,
+                cancelled=cancelled,
+                start=start,
+                doing="restoring" if comes_back else "",
+            )
         except BaseException:
             # Whoever was stopped may have been through already, and would hold what nobody here knows of.
             unload(group, self.name)
             raise
+        info = replies[0].body
         assert isinstance(info, SlotInfo)
+        if comes_back:
+            group.restore_seconds[self.name] = time.monotonic() - began
+        group.sizes[self.name] = tuple(
+            one.body.weight_bytes for one in replies.values() if isinstance(one.body, SlotInfo)
+        )
+        group.parked_by = ""
         group.layouts[self.name] = self.layout
         group.slots[self.name] = info
         group.settle()
@@ -133,8 +150,11 @@ class Slot:
                 self._load_on(group, None, None, start=False)
                 group.used_at = time.monotonic()
 
-    def park(self) -> None:
-        """Take the model off its devices, into host RAM if that has room. It comes back on the next use."""
+    def park(self, by: str = "comfyui") -> None:
+        """Take the model off its devices, into host RAM if that has room. It comes back on the next use.
+
+        `by` says who wants that: "idle", "user" or "comfyui".
+        """
         group = self._registry.find(self.layout.devices)
         if group is None:
             return
@@ -151,11 +171,12 @@ class Slot:
                 return
             if all(isinstance(answer, Parked) and answer.in_host_memory for answer in answers):
                 group.parked[self.name] = info
+            group.parked_by = by
             group.settle()
             log.info("%s %s.", "Parked" if self.name in group.parked else "Dropped", self.name)
 
-    def unload(self) -> None:
-        """Give the model's memory back; the slot can be used again and then reloads."""
+    def unload(self, by: str = "") -> None:
+        """Give the model's memory back; the slot can be used again and then reloads. `by` as in `park`."""
         group = self._registry.find(self.layout.devices)
         if group is None:
             return
@@ -164,11 +185,25 @@ class Slot:
             if self.name in group.slots or self.name in group.parked:
                 log.info("Unloading %s.", self.name)
                 unload(group, self.name)
+                group.parked_by = by if group.alive else ""
 
     @property
     def doubtful(self) -> bool:
         """Whether the next request may be one that has failed too often: loading ahead of it would be for nothing."""
         return self._registry.retries.doubts(self.name)
+
+    @property
+    def warming(self) -> bool:
+        """Whether its group runs the first step of a size."""
+        group = self._registry.find(self.layout.devices)
+        return group is not None and group.state.current.warming
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes, the most that one rank's allocator held in the group's last run; None where none of them tells."""
+        group = self._registry.find(self.layout.devices)
+        run = group.activity.run if group is not None else None
+        return run.peak if run is not None else None
 
     @property
     def loaded(self) -> bool:

@@ -51,16 +51,40 @@ class Cancelled(ShardedError):
 class RankError(ShardedError):
     """A rank failed or died during a call.
 
+    The message has at most three lines, as that of a Refusal: what happened, why, and what to do. `detail` is
+    everything else that is known, for the log and the panel: the rank's traceback, memory, the last lines of its log.
     `rank` is the culprit, `kind` is one of "refused", "cancelled", "memory", "empty" (a slot it does not
     hold), "collectives" (the ranks do not reach each other), "failed", "died", "gone" (dead before the call
-    reached it), "silent", "stuck", "start", "given up" (it has failed too often to be tried now).
+    reached it), "silent", "stuck", "start", "given up" (it has failed too often to be tried now), "stopped" (by a
+    person).
     """
 
     __module__ = "sharded"
 
-    def __init__(self, message: str, *, rank: int = -1, kind: str = "failed", traceback: str = ""):
+    def __init__(
+        self, message: str, *, detail: str = "", rank: int = -1, kind: str = "failed", traceback: str = ""
+    ):
         super().__init__(message)
+        self.what, self.why, self.instead = ([*message.split("\n", 2), "", ""])[:3]
+        self.detail = detail.strip("\n")
+        self.is_logged = False
+        self.incident: object = None  # what the panel is told if it comes to that
         self.rank, self.kind, self.traceback = rank, kind, traceback
+
+    @property
+    def whole(self) -> str:
+        """The message with the details."""
+        return f"{self}\n\n{self.detail}".rstrip("\n")
+
+    def explain(self, why: str, instead: str) -> None:
+        """Say something better in the second and third line; what stood there goes to the details."""
+        before = [line for line in (self.why, self.instead) if line]
+        self.detail = "\n\n".join(filter(None, ("\n".join(before), self.detail)))
+        self._tell(why, instead)
+
+    def _tell(self, why: str, instead: str) -> None:
+        self.why, self.instead = why, instead
+        self.args = ("\n".join(filter(None, (self.what, why, instead))),)
 
 
 class RankOutOfMemory(RankError):
@@ -71,23 +95,13 @@ class RankOutOfMemory(RankError):
 
     __module__ = "sharded"
 
-    def __init__(
-        self,
-        summary: str,
-        detail: str = "",
-        *,
-        rank: int = -1,
-        tried: int = 0,
-        allocated: int = 0,
-        **others: str,
-    ):
-        super().__init__(summary + detail, rank=rank, kind="memory", **others)
-        self.summary, self.tried, self.allocated = summary, tried, allocated
+    def __init__(self, message: str, *, rank: int = -1, tried: int = 0, allocated: int = 0, **others: str):
+        super().__init__(message, rank=rank, kind="memory", **others)
+        self.tried, self.allocated = tried, allocated
 
     def advise(self, advice: str) -> None:
-        """Put what can be done between what happened and the details."""
-        self.args = (f"{self.summary}\n{advice}{str(self)[len(self.summary) :]}",)
-        self.summary = f"{self.summary}\n{advice}"
+        """Say what can be done first in the third line."""
+        self._tell(self.why, " ".join(filter(None, (advice, self.instead))))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -196,12 +210,39 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return f"GPU {self.index} {self.name}".rstrip() if self.kind == "cuda" else f"CPU {self.index}"
 
 
+def describe_devices(devices: Sequence[Device]) -> str:
+    """Devices in few words: "GPU 0-3 NVIDIA L40", "GPU 0 NVIDIA L40 and GPU 1, 3 NVIDIA A40", "the CPU"."""
+    if all(device.kind == "cpu" for device in devices):
+        return "the CPU"
+    by_name: dict[str, list[int]] = {}
+    for device in devices:
+        by_name.setdefault(device.name, []).append(device.index)
+    return " and ".join(f"GPU {_ranges(sorted(them))} {name}".rstrip() for name, them in by_name.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in few words: three or more in a row as "0-3"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """A layout that was accepted for a model: one device per rank, and the reason in a sentence."""
 
     spec: ParallelSpec
     devices: tuple[Device, ...]
     reason: str
+
+    def describe(self) -> str:
+        """Ranks, layout and devices, such as "4 ranks, tensor 2 x ulysses 2 on GPU 0-3 NVIDIA L40"."""
+        count = self.spec.world_size
+        ranks = f"{count} ranks, " if count > 1 else ""
+        return f"{ranks}{self.spec.describe()} on {describe_devices(self.devices)}"
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
-
 from .spec import Device, Heartbeat, Memory
+from .supervision import Suspicion
 
 log = logging.getLogger("comfyui-sharded")
 
@@ -51,7 +50,8 @@ class GroupState:
     """The state of a group since `since`, a reading of the monotonic clock.
 
     While it is busy, `request` is the kind of request in small letters, `doing` the operation as people say it, and
-    `slot` the model's slot or "". `reason` says why a group is stopped or broken.
+    `slot` the model's slot or "". `reason` says why a group is stopped or broken. `cancelling`: the ranks were asked
+    to stop at the next boundary. `late` is a rank that gives cause for worry.
     """
 
     phase: str
@@ -61,6 +61,8 @@ class GroupState:
     doing: str = ""
     slot: str = ""
     reason: str = ""
+    cancelling: bool = False
+    late: Suspicion | None = None
 
     @property
     def seconds(self) -> float:
@@ -72,6 +74,16 @@ class GroupState:
         """`phase` as `/sharded/state` has always named it: a busy group by its request, a broken one as stopped."""
         return {"busy": self.request, "broken": "stopped"}.get(self.phase, self.phase)
 
+    @property
+    def warming(self) -> bool:
+        """Whether the first step of a size runs, of which nobody can say how long it takes."""
+        heard = [one.heartbeat for one in self.ranks if one.heartbeat and (one.heard or 0.0) >= self.since]
+        return (
+            self.phase == "busy"
+            and self.doing == "sampling"
+            and any(one.doing == "sampling" and one.slowest == 0.0 for one in heard)
+        )
+
 
 Listener = Callable[[GroupState], None]
 
@@ -79,7 +91,9 @@ Listener = Callable[[GroupState], None]
 class StateMachine:
     """Holds the current state of one group. Thread-safe; the only place where it changes."""
 
-    def __init__(self, devices: tuple[Device, ...]):
+    def __init__(self, devices: tuple[Device, ...], on_memory: Callable[[Memory], None] | None = None):
+        """`on_memory` is called with the memory that any rank tells."""
+        self._on_memory = on_memory
         self._lock = threading.RLock()
         self._listeners: list[Listener] = []
         self._current = GroupState("stopped", _ranks(devices, "stopped"))
@@ -89,7 +103,10 @@ class StateMachine:
         return self._current
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener` with every new phase, in the thread that changes it; it must return at once."""
+        """Call `listener` with every new phase, in the thread that changes it; it must return at once.
+
+        Also when a cancel goes out, and when a rank begins to be late or is so no more.
+        """
         self._listeners.append(listener)
 
     # ---- of the group
@@ -107,6 +124,26 @@ class StateMachine:
     def busy(self, request: str, doing: str, slot: str = "") -> None:
         with self._lock:
             self._enter(GroupState("busy", self._current.ranks, request=request, doing=doing, slot=slot))
+
+    def cancelling(self) -> None:
+        """The ranks were asked to stop what they do."""
+        with self._lock:
+            if self._current.phase == "busy" and not self._current.cancelling:
+                self._enter(replace(self._current, cancelling=True))
+
+    def suspected(self, late: Suspicion | None) -> None:
+        """A rank gives cause for worry, or (None) none does."""
+        with self._lock:
+            if self._current.phase not in ("ready", "parked", "busy"):
+                return
+            before = self._current.late
+            if before is None and late is None:
+                return
+            new = replace(self._current, late=late)
+            if before and late and before[:2] == late[:2]:
+                self._current = new  # only the seconds have changed
+            else:
+                self._enter(new)
 
     def ended(self, reason: str) -> None:
         """Its processes were ended on purpose."""
@@ -130,7 +167,13 @@ class StateMachine:
         self._change(rank, phase="ready")
 
     def rank_heard(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
-        self._change(rank, heard=now, heartbeat=heartbeat)
+        with self._lock:
+            before = self._current.warming
+            self._change(rank, heard=now, heartbeat=heartbeat)
+            if self._current.warming != before:
+                self._enter(self._current)
+        if self._on_memory is not None:
+            self._on_memory(heartbeat.memory)
 
     def rank_lost(self, rank: int, why: str) -> None:
         """A rank is gone. A group that was idle is broken by it; who runs a call says himself what became of it."""
@@ -170,6 +213,9 @@ def as_data(state: GroupState) -> dict[str, Any]:
         "slot": state.slot,
         "seconds": round(now - state.since, 1),
         "reason": state.reason,
+        "warming": state.warming,
+        "cancelling": state.cancelling,
+        "stalled": _stalled(state),
         "ranks": [
             {
                 "rank": one.rank,
@@ -178,11 +224,25 @@ def as_data(state: GroupState) -> dict[str, Any]:
                 "label": one.device.label,
                 "state": one.phase,
                 "doing": one.heartbeat.doing if one.heartbeat else "",
-                "memory": msgspec.to_builtins(one.memory),
+                "memory": {name: getattr(one.memory, name) for name in Memory.__struct_fields__},
                 "memory_age": round(now - one.heard, 1) if one.heard is not None else None,
             }
             for one in state.ranks
         ],
+    }
+
+
+def _stalled(state: GroupState) -> dict[str, Any] | None:
+    """The rank that is late, as people read it; seconds."""
+    if (late := state.late) is None:
+        return None
+    heartbeat = state.ranks[late.rank].heartbeat
+    return {
+        "rank": late.rank,
+        "kind": late.kind,
+        "seconds": round(late.seconds, 1),
+        "limit": round(late.limit, 1),
+        "doing": heartbeat.doing if heartbeat else "",
     }
 
 

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from .spec import Heartbeat
 
 SILENT_SECONDS = 10.0
+LATE_SECONDS = 3.0  # without a sign of life: three heartbeats
 STUCK_SECONDS = 10.0
 STUCK_FACTOR = 5.0  # times the slowest block
 WARM_UP_SECONDS = 120.0
@@ -29,6 +30,15 @@ class Verdict(NamedTuple):
     rank: int
     seconds: float
     why: str
+
+
+class Suspicion(NamedTuple):
+    """`rank` is late, for `seconds` now; after `limit` seconds there is a verdict."""
+
+    kind: Literal["silent", "stuck"]
+    rank: int
+    seconds: float
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -95,26 +105,52 @@ class Supervision:
                 for rank, one in self._ranks.items()
             }
 
+    def suspicion(self, now: float, working: Collection[int]) -> Suspicion | None:
+        """Who is late, if anybody, long before there is a verdict; asked like `verdict`, and after it."""
+        with self._lock:
+            if (late := self._least_heard(now)) is not None and late[1] > LATE_SECONDS:
+                return Suspicion("silent", *late, SILENT_SECONDS)
+            rank = self._behind(working)
+            if rank is None:
+                return None
+            seconds, allowed = now - self._ranks[rank].moved, self._allowed(rank)
+            return Suspicion("stuck", rank, seconds, allowed) if seconds > allowed / 2 else None
+
     def _silent(self, now: float) -> Verdict | None:
-        silent = {rank: one.heard for rank, one in self._ranks.items() if now - one.heard > SILENT_SECONDS}
-        if not silent:
+        late = self._least_heard(now)
+        if late is None or late[1] <= SILENT_SECONDS:
             return None
-        rank = min(silent, key=lambda r: (silent[r], r))
-        seconds = now - silent[rank]
+        rank, seconds = late
         return Verdict("silent", rank, seconds, f"it has sent no sign of life for {seconds:.0f} s")
 
-    def _stuck(self, now: float, working: Collection[int]) -> Verdict | None:
-        ranks = {rank: self._ranks[rank] for rank in working if rank in self._ranks}
-        if not ranks:
+    def _least_heard(self, now: float) -> tuple[int, float] | None:
+        """The rank that has been silent the longest, and for how many seconds."""
+        if not self._ranks:
             return None
-        rank = min(ranks, key=lambda r: (ranks[r].collectives, ranks[r].moved, r))
-        one = ranks[rank]
+        rank = min(self._ranks, key=lambda r: (self._ranks[r].heard, r))
+        return rank, now - self._ranks[rank].heard
+
+    def _behind(self, working: Collection[int]) -> int | None:
+        """The rank to judge if none makes progress: see the top of this file."""
+        ranks = {rank: self._ranks[rank] for rank in working if rank in self._ranks}
+        return min(ranks, key=lambda r: (ranks[r].collectives, ranks[r].moved, r)) if ranks else None
+
+    def _allowed(self, rank: int) -> float:
+        last = self._ranks[rank].last
+        return patience(last.slowest if last else 0.0)
+
+    def _stuck(self, now: float, working: Collection[int]) -> Verdict | None:
+        rank = self._behind(working)
+        if rank is None:
+            return None
+        one = self._ranks[rank]
         seconds = now - one.moved
-        allowed = patience(one.last.slowest if one.last else 0.0)
-        if seconds <= allowed:
+        if seconds <= self._allowed(rank):
             return None
         why = f"it has made no progress for {seconds:.0f} s"
-        ahead = max(ranks.values(), key=lambda other: other.collectives)
+        ahead = max(
+            (self._ranks[r] for r in working if r in self._ranks), key=lambda other: other.collectives
+        )
         if ahead.collectives > one.collectives:
             # One that has not begun has entered none.
             entered, others = max(0, one.collectives), ahead.collectives

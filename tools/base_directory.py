@@ -29,18 +29,19 @@ class BaseDirectory:
         pack_folder: str | None = "comfyui-sharded",
         packs: Mapping[str, Path] | None = None,
         pipelines: Mapping[str, Path] | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> BaseDirectory:
         """Make the tree under `path`, or complete the one that is there.
 
         `pack_folder` names the folder that the pack is linked as (None: leave it out); `packs` adds others by
         folder name. `pipelines` are the folders to link under models/diffusers; by default the demo model, where
-        it exists.
+        it exists. `settings` are ComfyUI's own, by id, for a tree that has none yet.
         """
         for folder in FOLDERS:
             (path / folder).mkdir(parents=True, exist_ok=True)
-        settings = path / "user" / "default" / "comfy.settings.json"
-        if not settings.exists():
-            settings.write_text(json.dumps(SETTINGS))
+        saved = path / "user" / "default" / "comfy.settings.json"
+        if not saved.exists():
+            saved.write_text(json.dumps({**SETTINGS, **(settings or {})}))
         linked = dict(packs or {})
         if pack_folder is not None:
             linked[pack_folder] = ROOT

@@ -86,13 +86,16 @@ class Server:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def start(self) -> None:
-        """Start ComfyUI and return once it answers. Raises ServerError after 120 s, or as soon as it dies."""
+    def start(self, port: int = 0) -> None:
+        """Start ComfyUI and return once it answers. Raises ServerError after 120 s, or as soon as it dies.
+
+        `port` is for a server that comes back where its clients look for it; by default a free one is taken.
+        """
         if self.running:
             raise ServerError("the server is running already")
         began = time.monotonic()
         tree = comfy_source.obtain()
-        self.port = free_port()
+        self.port = port or free_port()
         with _output(self.log) as output:
             self._process = subprocess.Popen(
                 self._command(tree),

@@ -1,50 +1,41 @@
-// What the pack adds to the page: its settings, and that saved workflows stay free of the text that nodes show while
-// they run. The frontend adds that text as a widget, and would save it among the values of the inputs.
-import { app } from "../../scripts/app.js";
-import { api } from "../../scripts/api.js";
+// Registers what the pack adds to ComfyUI's page (declared.json): settings, commands, the tab with the panel, the layout line
+// of a Parallel Config. It also keeps saved workflows free of the text that nodes show while they run.
 
-const TEXT_WIDGET = "$$node-text-preview";
+// ComfyUI has browsers ask again for .js files only. The others go by new names, or an update would meet old ones.
+const file = (name) => fetch(fresh(name)).then((answer) => answer.text());
+const fresh = (name) => new URL(`${name}?${Date.now()}`, import.meta.url).href;
+const [seam, { words }, view, { Panel }, texts, { version, about, settings, commands }, html] = await Promise.all([
+  ...["seam", "strings", "view", "panel"].map((name) => import(fresh(`${name}.mjs`))),
+  file("strings.json").then(JSON.parse), file("declared.json").then(JSON.parse), file("panel.html"),
+]);
+const panel = new Panel(seam, view, (locale) => words(texts, locale), html, version);
 
-function keepTextOutOfWorkflows() {
-  for (const node of app.graph?.nodes ?? []) {
-    if (!node.type?.startsWith("Sharded")) continue;
-    for (const widget of node.widgets ?? []) {
-      if (widget.name === TEXT_WIDGET) widget.serialize = false;
-    }
-  }
-}
+// Before the page connects: it complains of events that nobody listens to.
+seam.listen("sharded.state", (event) => panel.heard(event));
+seam.listen("sharded.incident", (event) => panel.incident(event));
+seam.listen("reconnecting", () => panel.fail("offline"));
+seam.listen("reconnected", () => panel.wake());
+seam.tendNodeText(() => seam.setting("Sharded.Nodes.Text"));
 
-// In minutes. nodes/comfy_host.py reads what is chosen, and knows the same choices and defaults.
-const MINUTES = (minutes, name) => ({ text: name ?? `${minutes} minutes`, value: minutes });
-
-const SETTINGS = [
-  {
-    id: "Sharded.Group.ParkAfter",
-    category: ["Sharded", "Group", "ParkAfter"],
-    name: "Park when idle for",
-    tooltip: "Takes models off the GPUs that nobody has used for so long, into host RAM where that has room.",
-    type: "combo",
-    options: [MINUTES(0, "Never"), MINUTES(5), MINUTES(10), MINUTES(15), MINUTES(60)],
-    defaultValue: 10,
-    sortOrder: 20,
-  },
-  {
-    id: "Sharded.Group.StopAfter",
-    category: ["Sharded", "Group", "StopAfter"],
-    name: "Stop when idle for",
-    tooltip: "Ends the ranks that nobody has used for so long. The next use starts them and reads the models again.",
-    type: "combo",
-    options: [MINUTES(0, "Never"), MINUTES(30), MINUTES(60), MINUTES(240)],
-    defaultValue: 0,
-    sortOrder: 10,
-  },
-];
-
-app.registerExtension({
-  name: "Sharded.NodeText",
-  settings: SETTINGS,
+seam.register({
+  name: "Sharded",
+  settings: settings.map((one) => ({ category: one.id.split("."), ...one })),
+  commands: commands.map(({ action, ...one }) => ({ ...one, function: () => panel.command(action) })),
+  menuCommands: [{ path: ["Extensions", "Sharded"], commands: commands.map((one) => one.id) }],
+  aboutPageBadges: [{ ...about, label: `Sharded ${version}` }],
   setup() {
-    // After the frontend's own listener, which makes the widget.
-    api.addEventListener("progress_text", () => setTimeout(keepTextOutOfWorkflows));
+    seam.addStyle("panel.css");
+    const tab = { title: "Sharded", icon: "pi pi-server", tooltip: "sharded.tooltip" };
+    seam.addTab({ ...tab, render: (element) => panel.show(element), destroy: () => panel.hide() });
+  },
+  nodeCreated(node) {
+    if (node.comfyClass !== "ShardedParallelConfig") return;
+    const line = seam.addLine(node, "layout", "sharded-layout");
+    const write = async () => {
+      const machine = await panel.machine();
+      line.title = line.textContent = machine ? view.layoutLine(seam.values(node), seam.linked(node), machine, panel.w) : "";
+    };
+    seam.watch(node, write);
+    write();
   },
 });

@@ -25,14 +25,23 @@ from .families.family import NativeFamily
 from .families.table import FAMILIES, working
 from .patcher import SAVING, ShardedPatcher, needs_weights, patcher_for
 from .remote import Remote, refuse_patches
+from .steps import step_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def sharded_model(
-    path: Path, config: ParallelConfig, dtype: str = "auto", *, verify: bool = False
+    path: Path,
+    config: ParallelConfig,
+    dtype: str = "auto",
+    *,
+    verify: bool = False,
+    node_id: str | None = None,
 ) -> tuple[ShardedPatcher, Layout]:
-    """A MODEL for the transformer in `path`, and the layout it has. Nothing is loaded. Raises Refusal."""
+    """A MODEL for the transformer in `path`, and the layout it has. Nothing is loaded. Raises Refusal.
+
+    `node_id` is the loader, which shows what becomes of the model; without it, the node that uses it does.
+    """
     file = planner.check_transformer(path, config, working())
     family = FAMILIES.get(file.facts.transformer_class)
     if family is None:
@@ -48,7 +57,7 @@ def sharded_model(
     spec = msgspec.structs.replace(spec, replaced=(*family.replaced, *blocks))
     model = empty_model(path, family, file.shapes, file.config, _DTYPES[spec.dtype])
     wanted = planner.Wanted(facts=file.facts, config=config, dtype=dtype)
-    remote = Remote(GROUPS.slot(layout, spec), family, wanted, verify=verify)
+    remote = Remote(GROUPS.slot(layout, spec), family, wanted, verify=verify, node_id=node_id)
     _swap_classes(model, remote)
     return patcher_for(model, remote), layout
 
@@ -130,9 +139,11 @@ def _remote_denoiser(base: type, family: NativeFamily) -> type:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         arguments = _by_name(signature, self, args, kwargs)
-        skipped = refuse_patches(family, arguments.get("transformer_options") or {})
+        options = arguments.get("transformer_options") or {}
+        skipped = refuse_patches(family, options)
         call = family.call(self, arguments)
         given = next(value for value in arguments.values() if isinstance(value, torch.Tensor))
+        self.sharded.step = step_of(options)
         output = self.sharded.answer(call, skipped).to(given.device, given.dtype)
         return family.result(self, arguments, output)
 

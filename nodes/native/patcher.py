@@ -66,9 +66,9 @@ class SlotPatcher(ModelPatcher):
         ComfyUI asks everybody on a device: one who holds nothing there keeps the rest.
         """
         if comfy_host.unloading_everything():
-            self.slot.unload()
+            self.slot.unload(by="comfyui")
         elif self.model_size():
-            self.slot.park()
+            self.slot.park(by="comfyui")
 
     def partially_load(self, device_to: Any, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
         before = self.loaded_size()

@@ -35,15 +35,25 @@ _ERRORS_ALLOWED = 4  # of rounding alone, before a difference is called one
 
 
 class Remote(Moving):
-    """What a MODEL's denoiser calls instead of computing. `wanted` is what the loader was asked for."""
+    """What a MODEL's denoiser calls instead of computing. `wanted` is what the loader was asked for.
+
+    Words are on the loader, which is `node_id`: it is a node of the pack, and the sampler has its bar and preview.
+    """
 
     def __init__(
-        self, slot: Slot, family: NativeFamily, wanted: planner.Wanted | None = None, *, verify: bool = False
+        self,
+        slot: Slot,
+        family: NativeFamily,
+        wanted: planner.Wanted | None = None,
+        *,
+        verify: bool = False,
+        node_id: str | None = None,
     ):
         super().__init__(slot, wanted)
-        self.family = family
+        self.family, self._node_id = family, node_id
         self.moved()
         self.spans: dict[int, tuple[tuple[int, float, float], ...]] = {}  # of the last call, by rank
+        self.step: tuple[int, int] | None = None  # of the call that comes: see `steps`
         self._verify = verify
         self._turns: Turns | None = None
         self._noted = ""
@@ -69,7 +79,7 @@ class Remote(Moving):
         """Make the model resident; the executing node shows how far it is."""
         if self.slot.doubtful:
             return  # the first call loads, if it is not the one that failed
-        progress = comfy_host.NodeProgress(comfy_host.executing_node())
+        progress = self._progress()
         was_loaded = self.slot.loaded
 
         def run() -> SlotInfo:
@@ -79,10 +89,14 @@ class Remote(Moving):
 
         info = self.with_room(run)
         if not was_loaded:
-            size = comfy_host.readable_bytes(info.weight_bytes)
-            each = " each" if self.slot.layout.spec.world_size > 1 else ""
-            words = f"{self.slot.layout.spec.describe()}, {size}{each}, loaded in {info.seconds:.1f} s"
-            comfy_host.say(progress.node_id, words)
+            self.say_held(info, f"loaded in {info.seconds:.1f} s")
+
+    def say(self, *lines: str) -> None:
+        comfy_host.say(self._node_id or comfy_host.executing_node(), *lines)
+
+    def _progress(self) -> comfy_host.NodeProgress:
+        """The bar of loading on the node that waits for it, its words on the loader."""
+        return comfy_host.NodeProgress(comfy_host.executing_node(), tell=self.say)
 
     def _make_room(self, need: Callable[[int], float]) -> None:
         """Ask ComfyUI for what the ranks will take, on each of its devices; `need` of the bytes of their weights."""
@@ -122,7 +136,7 @@ class Remote(Moving):
         words = planner.idle_replicas(self.slot.layout.spec, calls, batch)
         if words and words != self._noted:
             log.warning("%s", words)
-            comfy_host.say(comfy_host.executing_node(), words)
+            self.say(words)
         self._noted = words
 
     def _serve_with_room(self, calls: list[Asked]) -> list[torch.Tensor]:
@@ -133,11 +147,13 @@ class Remote(Moving):
         loading = None
         if not self.slot.loaded:  # evicted between two steps, or the ranks have died since
             # A bar only for what may have to start and load again; usually this is one step of many.
-            loading = comfy_host.NodeProgress(comfy_host.executing_node()).report
+            loading = self._progress().report
             self._make_room(comfy_host.room_for)
         replicas = self.slot.layout.spec.replica
         rows = rows_for([_batch(call) for call, _ in calls], replicas)
         with self.slot.held(loading, comfy_host.interrupted, self._work(calls)) as (info, group):
+            if loading is not None:
+                self.say_held(info, f"loaded in {info.seconds:.1f} s")
             frame = _Frame(self.slot, info)
             wired = tuple(
                 frame.call(call, skipped, part) for (call, skipped), part in zip(calls, rows, strict=True)
@@ -172,7 +188,9 @@ class Remote(Moving):
             (_batch(call), *(tokens for name, tokens in call.lengths.items() if name != "text"))
             for call, _ in calls
         )
-        return Work(slot=self.slot.name, doing="sampling", sizes=sizes, run=comfy_host.executing_run())
+        step, steps = self.step or (None, None)
+        run = comfy_host.executing_run()
+        return Work(slot=self.slot.name, doing="sampling", sizes=sizes, run=run, step=step, steps=steps)
 
     # ---- verify
 
@@ -186,11 +204,10 @@ class Remote(Moving):
         comfy_host.raise_if_interrupted()
         assert isinstance(reply.body, Verified)
         self._verify = False
-        node = comfy_host.executing_node()
         if reply.body.missing_bytes:
             size = comfy_host.readable_bytes(reply.body.missing_bytes)
             device = self.slot.layout.devices[0].label
-            comfy_host.say(node, f"Not verified: the whole model needs {size} on {device} beside its part")
+            self.say(f"Not verified: the whole model needs {size} on {device} beside its part")
             return
         reference = reply.tensors["reference"]
         difference = float((output.float() - reference).abs().max() / reference.abs().max())
@@ -202,9 +219,7 @@ class Remote(Moving):
                 "wrong for this model here.\n"
                 "Use another layout, and please report this with the model's name and the log."
             )
-        comfy_host.say(
-            node, f"Verified: {difference:.1e} from one device, rounding alone {reply.body.own_error:.1e}"
-        )
+        self.say(f"Verified: {difference:.1e} from one device, rounding alone {reply.body.own_error:.1e}")
 
 
 class _Frame:

@@ -143,7 +143,7 @@ class _Examination:
         try:
             yield
         except (RankError, Refusal) as error:
-            self.found["problems"] = (*self.found.get("problems", ()), f"{what}: {error}")
+            self.found["problems"] = (*self.found.get("problems", ()), f"{what}: {_told(error)}")
 
     def _call(self, request: Any, tensors: Mapping[str, Any] | None = None) -> dict[int, Any]:
         return self._group.call(request, tensors, report=self._reported, cancelled=self.cancelled)
@@ -170,7 +170,9 @@ class _Examination:
             replies = self._call(Measure(sizes=sizes))
         except RankError as error:
             kind, nbytes = rows[min(self._row, len(rows) - 1)]
-            raise RankError(f"{kind} of {message_size(nbytes)} did not work. {error}") from None
+            raise RankError(
+                f"{kind} of {message_size(nbytes)} did not work. {error}", detail=error.detail
+            ) from None
         self.found["measured"] = {
             rank: message.body
             for rank, message in sorted(replies.items())
@@ -251,6 +253,10 @@ class _Examination:
         if self._group.devices != devices:
             self._group.close()
             self._group = WorkerGroup(devices)
+
+
+def _told(error: RankError | Refusal) -> str:
+    return error.whole if isinstance(error, RankError) else str(error)
 
 
 def _ranks(count: int) -> str:

@@ -130,23 +130,13 @@ def _system() -> str:
 
 
 def _versions(comfyui: str) -> dict[str, str]:
-    found = {"ComfyUI-Sharded": _pack_version(), "ComfyUI": comfyui or "unknown"}
+    found = {"ComfyUI-Sharded": launch.pack_version(), "ComfyUI": comfyui or "unknown"}
     for name in PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "missing"
     return {name: text for name, text in found.items() if text}
-
-
-def _pack_version() -> str:
-    """The pack is a folder and no installed package: its project file says."""
-    with contextlib.suppress(OSError):
-        for line in (launch.PACK / "pyproject.toml").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition("=")
-            if name.strip() == "version":
-                return value.strip().strip('"')
-    return ""
 
 
 def _container_limit(total: int) -> int | None:

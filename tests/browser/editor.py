@@ -40,16 +40,24 @@ PLACE_OF_TITLE = """type => {
     return {x: corner.left + x, y: corner.top + y}
 }"""
 # The editor puts the progress of a message on its nodes right after its own listeners have seen the message.
-FOLLOW_PROGRESS = """() => {
+# Newer frontends take the texts away again when a run has ended.
+FOLLOW = """() => {
     window.shownProgress = []
+    window.saidOnNodes = []
+    window.failures = []
+    app.api.addEventListener('progress_text',
+        event => window.saidOnNodes.push([String(event.detail.nodeId), event.detail.text]))
+    app.api.addEventListener('execution_error', event => window.failures.push(event.detail))
     app.api.addEventListener('progress_state', () => setTimeout(() => {
         for (const node of app.graph.nodes) {
             if (node.progress !== undefined) window.shownProgress.push([node.type, node.progress])
         }
     }, 0))
 }"""
+# What only shows something, a line of text or of layout, is not saved and is no value.
 VALUES = """() => Object.fromEntries(app.graph.nodes.map(node => [
-    node.type, Object.fromEntries((node.widgets ?? []).map(widget => [widget.name, widget.value]))
+    node.type, Object.fromEntries((node.widgets ?? []).filter(widget => widget.serialize !== false)
+        .map(widget => [widget.name, widget.value]))
 ]))"""
 # Types of nodes of which a part is outside the window.
 OUT_OF_VIEW = """() => app.graph.nodes.filter(node => {
@@ -82,7 +90,7 @@ class Editor:
         self.errors = errors
         self.foreign = foreign
         page.set_default_timeout(PATIENCE)
-        page.evaluate(FOLLOW_PROGRESS)
+        page.evaluate(FOLLOW)
 
     # ---- what is on the screen
 
@@ -100,9 +108,10 @@ class Editor:
         details.click()
         panel = self.page.get_by_test_id("error-group-execution")
         expect(panel).to_be_visible()
-        reason = panel.get_by_role("button", name=re.compile("^Info for "))  # folded in for a rejected value
-        if reason.count():
-            reason.click()
+        # Folded in for a rejected value, and later also for what a node has raised.
+        reason = panel.get_by_role("button", name=re.compile("^(Info for .*|Details)$"))
+        if reason.count() and reason.first.get_attribute("aria-expanded") != "true":
+            reason.first.click()
         return panel
 
     def close_error(self) -> None:
@@ -235,7 +244,18 @@ class Editor:
         return record
 
     def forget_progress(self) -> None:
-        self.page.evaluate("window.shownProgress.length = 0")
+        self.page.evaluate("for (const one of [shownProgress, saidOnNodes, failures]) one.length = 0")
+
+    def said_on(self, node_type: str) -> list[str]:
+        """The texts that were sent to the node, in order."""
+        (node,) = self.page.evaluate(
+            "type => app.graph.findNodesByType(type).map(node => String(node.id))", node_type
+        )
+        return [text for number, text in self.page.evaluate("window.saidOnNodes") if number == node]
+
+    def failures(self) -> list[dict[str, Any]]:
+        """What the page was told of runs that failed, in order."""
+        return list(self.page.evaluate("window.failures"))
 
     def shown_progress(self, node_type: str) -> list[float]:
         """The fractions that the node's bar has shown."""

@@ -1,7 +1,8 @@
 """`python -m tests.browser.pictures`: photographs the shipped workflows after a real run in the real frontend.
 
-Writes workflows/<stem>.jpg, which ComfyUI shows in its template browser, and three pictures in web/docs for the help
-pages: workflow.jpg and stock_sampler.jpg, and tensor_plan.jpg, in which a Tensor Plan was added to the first workflow.
+Writes workflows/<stem>.jpg, which ComfyUI shows in its template browser, and pictures in web/docs for the help pages:
+workflow.jpg, stock_sampler.jpg and park_group.jpg; tensor_plan.jpg, in which a Tensor Plan was added to the first
+workflow; doctor.jpg; panel.jpg and panel_failed.jpg, the panel on a machine with four GPUs that is made up.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import io
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
-from tests.support.browser import frontend, load_workflow
+from tests.browser.editor import Editor
+from tests.browser.panel import Panel, Stand
+from tests.browser.stage import PACK_FOLDER
+from tests.browser.states import PHASES
+from tests.support.browser import Heard, chromium, frontend, load_workflow, new_context, open_editor
 from tools import ROOT, workflow
 from tools.base_directory import BaseDirectory
 from tools.comfy import Server
 
 PIPELINE = "flux_prefer_tensor"
-STEMS = (PIPELINE, "flux_prefer_context", "flux_stock_ksampler")
-IN_HELP = {PIPELINE: "workflow", "flux_stock_ksampler": "stock_sampler"}
+STEMS = sorted(file.stem for file in (ROOT / "workflows").glob("*.json"))
+IN_HELP = {PIPELINE: "workflow", "flux_stock_ksampler": "stock_sampler", "flux_free_the_cards": "park_group"}
 WIDTH = 1200
 MARGIN = 24
 # The rectangle around all nodes in pixels of the page: left, top, right, bottom.
@@ -58,34 +64,79 @@ KEEP_THE_PLAN = """() => {
         if (!kept.includes(node.type)) window.app.graph.remove(node);
     }
 }"""
+EMPTY = {
+    "last_node_id": 0,
+    "last_link_id": 0,
+    "nodes": [],
+    "links": [],
+    "groups": [],
+    "config": {},
+    "version": 0.4,
+}
+ADD_DOCTOR = """() => {
+    const doctor = LiteGraph.createNode("ShardedDoctor"), text = LiteGraph.createNode("PreviewAny");
+    doctor.pos = [40, 120];
+    text.pos = [420, 120];
+    text.size = [720, 460];
+    for (const node of [doctor, text]) window.app.graph.add(node);
+    doctor.connect(0, text, 0);
+}"""
+PICTURE_IS_THERE = "() => window.app.graph.findNodesByType('SaveImage')[0].imgs?.[0]?.complete"
+REPORT_IS_THERE = """() => window.app.graph.findNodesByType('PreviewAny')[0].widgets
+    ?.some(widget => String(widget.value).length > 200)"""
 HIDE_MINIMAP = "() => window.app.extensionManager.setting.set('Comfy.Minimap.Visible', false)"
 RUN_SECONDS = 240
+PANELS = {"sampling": "panel", "failed": "panel_failed"}
+PANEL_WIDTH = 360
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="comfyui-base-") as folder:
         server = Server(BaseDirectory.create(Path(folder)))
-        with server, frontend(server.url) as page:
+        with server, chromium() as browser, frontend(server.url, browser=browser) as page:
             page.evaluate(HIDE_MINIMAP)
             for stem in STEMS:
-                picture = _photograph(page, stem)
+                picture = _photograph(page, _shipped(stem))
                 picture.save(ROOT / "workflows" / f"{stem}.jpg", quality=88)
                 if stem in IN_HELP:
                     picture.save(ROOT / "web" / "docs" / f"{IN_HELP[stem]}.jpg", quality=85)
-            picture = _photograph(page, PIPELINE, before=ADD_PLAN, after=KEEP_THE_PLAN)
+            picture = _photograph(page, _shipped(PIPELINE), before=ADD_PLAN, after=KEEP_THE_PLAN)
             picture.save(ROOT / "web" / "docs" / "tensor_plan.jpg", quality=85)
+            picture = _photograph(page, EMPTY, before=ADD_DOCTOR, done=REPORT_IS_THERE)
+            picture.save(ROOT / "web" / "docs" / "doctor.jpg", quality=85)
+            _photograph_panel(browser, server.url)
 
 
-def _photograph(page: Page, stem: str, before: str = "", after: str = "") -> Image.Image:
-    """The canvas with the workflow on it, once its picture has arrived; `before` and `after` the run change it."""
-    load_workflow(page, workflow.load(ROOT / "workflows" / f"{stem}.json"))
+def _photograph_panel(browser: Browser, url: str) -> None:
+    """The panel alone, as wide as people have it."""
+    page = new_context(browser, url).new_page()
+    stand = Stand(page, PHASES["idle"].answer)
+    open_editor(page, url)
+    panel = Panel(Editor(page, PACK_FOLDER, [], []), Heard(host=""))
+    panel.open()
+    panel.make_room()
+    panel.set_width(PANEL_WIDTH)
+    for phase, name in PANELS.items():
+        stand.show(PHASES[phase].answer)
+        panel.card(PHASES[phase].phase).wait_for()
+        panel.unfold()
+        shot = Image.open(io.BytesIO(panel.root.screenshot(animations="disabled"))).convert("RGB")
+        shot.save(ROOT / "web" / "docs" / f"{name}.jpg", quality=88)
+
+
+def _shipped(stem: str) -> dict[str, Any]:
+    return workflow.load(ROOT / "workflows" / f"{stem}.json")
+
+
+def _photograph(
+    page: Page, saved: dict[str, Any], *, before: str = "", after: str = "", done: str = PICTURE_IS_THERE
+) -> Image.Image:
+    """The canvas with a workflow on it, once `done` says that it has run; `before` and `after` the run change it."""
+    load_workflow(page, saved)
     if before:
         page.evaluate(before)
     page.evaluate("() => window.app.extensionManager.command.execute('Comfy.QueuePrompt')")
-    page.wait_for_function(
-        "() => window.app.graph.findNodesByType('SaveImage')[0].imgs?.[0]?.complete",
-        timeout=RUN_SECONDS * 1000,
-    )
+    page.wait_for_function(done, timeout=RUN_SECONDS * 1000)
     if after:
         page.evaluate(after)
     page.evaluate("() => window.app.extensionManager.command.execute('Comfy.Canvas.FitView')")

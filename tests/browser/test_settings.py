@@ -16,6 +16,27 @@ GET = "name => app.extensionManager.setting.get(name)"
 PARK, STOP = "Sharded.Group.ParkAfter", "Sharded.Group.StopAfter"
 
 
+# As the dialog shows them.
+NAMES = (
+    "Park when idle for",
+    "Stop when idle for",
+    "Show a message when a rank stops or the layout was changed",
+    "Show status text on nodes",
+    "Open the panel when a rank stops",
+)
+
+
+def test_there_are_five_settings(editor: Editor) -> None:
+    page = editor.page
+    page.evaluate("() => app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
+    dialog = page.get_by_role("dialog").last
+    dialog.get_by_text("Sharded", exact=True).first.click()
+    for name in NAMES:
+        expect(dialog.get_by_text(name, exact=True)).to_be_visible()
+    editor.screenshot("settings-all")
+    page.keyboard.press("Escape")
+
+
 def test_the_idle_times_are_chosen_in_the_dialog(editor: Editor, comfy_server: Server) -> None:
     page = editor.page
     assert [page.evaluate(GET, name) for name in (PARK, STOP)] == [10, 0]

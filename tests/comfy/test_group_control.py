@@ -203,7 +203,7 @@ def test_a_working_group_refuses(client: ComfyClient) -> None:
     prompt = client.queue(pipeline_prompt(tensor=2, seed=3, text=TEXT, steps=3000))
     client.wait_for(prompt, lambda event: event.kind == "progress" and event.data["node"] == "sample")
     ranks = pids(client)
-    for action in ("park", "stop", "restore"):
+    for action in ("park", "restore"):
         status, reason = post(client, action)
         assert status == 409
         assert "Cancel" in reason

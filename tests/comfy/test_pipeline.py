@@ -90,7 +90,7 @@ def test_progress_counts_bytes_and_steps_and_previews_are_pictures(client: Comfy
     assert Image.open(io.BytesIO(previews[-1].blob)).size[0] >= 12
     said = [e.data["text"] for e in client.events if e.kind == "text" and e.data["node"] == "load"]
     layout, reason = said[-1].splitlines()
-    assert layout.startswith("tensor 2, ") and " each, loaded in " in layout, said
+    assert layout.startswith("2 ranks, tensor 2 on the CPU, ") and " each, loaded in " in layout, said
     assert reason == "as set on the Parallel Config"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tools import ROOT, workflow
+
 NODES = {
     "config": "ShardedParallelConfig",
     "load": "ShardedLoadPipeline",
@@ -55,3 +57,24 @@ def add_tensor_plan(prompt: dict[str, dict[str, Any]], plan: str) -> None:
     inputs = {"plan": plan, "parallel_config": ["config", 0]}
     prompt["plan"] = {"class_type": "ShardedTensorPlan", "inputs": inputs}
     prompt["load"]["inputs"]["parallel_config"] = ["plan", 0]
+
+
+def saved_demo(steps: int = 8, seed: int = 7, **config: Any) -> dict[str, Any]:
+    """The shipped pipeline workflow as the editor saves it, on two ranks of the CPU; `config` are Parallel Config's.
+
+    It runs on the same slot as `pipeline_prompt(tensor=2)`.
+    """
+    saved = workflow.load(ROOT / "workflows" / "flux_prefer_tensor.json")
+    layout = {"strategy": "manual", "devices": "cpu", **DEGREES, "tensor": 2, **config}
+    for node_type, values in (
+        ("ShardedParallelConfig", layout),
+        ("ShardedSample", {"steps": steps, "seed": seed}),
+    ):
+        (node,) = (one for one in saved["nodes"] if one["type"] == node_type)
+        # The editor saves what it does after a run behind the seed, as if that were an input.
+        names = [one["name"] for one in node["inputs"] if "widget" in one]
+        if "seed" in names:
+            names.insert(names.index("seed") + 1, "")
+        for name, value in values.items():
+            node["widgets_values"][names.index(name)] = value
+    return saved

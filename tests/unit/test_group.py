@@ -6,6 +6,7 @@ The sockets and frames are real; the processes are mocked, so that each way of f
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from runtime import launch, session, supervision, wire
 from runtime.devices import cpu_devices
 from runtime.engine.pulse import Pulse
 from runtime.group import WorkerGroup
+from runtime.incidents import Incident
 from runtime.spec import Cancel, Cancelled, Device, Done, Failure, Memory, Ping, RankError, Ready, Stats
 from tests.support.processes import wait_until
 
@@ -27,7 +29,8 @@ class MockRank:
     """Mock of a rank: threads that dial, say what they do ten times a second, and answer.
 
     A Stats is answered at once, a Ping when it is cancelled. `fault` is what goes wrong: "late" is never ready,
-    "cannot start" says why, "silent" says nothing any more, "hangs" begins and does not end, "fails" reports an error.
+    "cannot start" says why, "silent" says nothing any more, "hangs" begins and does not end, "fails" reports an error,
+    "full" that it has no room.
     """
 
     def __init__(self, directory: Path, address: str, token: str, rank: int, fault: str):
@@ -76,7 +79,9 @@ class MockRank:
         reply: Any = Done()
         if self.fault == "hangs":
             return
-        if self.fault == "fails":
+        if self.fault == "full":
+            reply = Failure(kind="memory", message="CUDA out of memory. Tried to allocate 2.00 GiB.")
+        elif self.fault == "fails":
             reply = Failure(kind="failed", message="ValueError: no", traceback="where it was")
         elif isinstance(request, Ping):
             self.pulse.agreed()  # the others are in a collective; one that hangs has not come there
@@ -144,6 +149,11 @@ def ranks() -> list[MockRank]:
     return MockProcesses.made[-1].ranks
 
 
+def incidents(group: WorkerGroup) -> list[Incident]:
+    """What the journal tells, the oldest first."""
+    return list(reversed(group.journal.incidents))
+
+
 def stats(group: WorkerGroup) -> int:
     """How many ranks answer."""
     return len(group.call(Stats()))
@@ -174,7 +184,9 @@ def test_the_rank_that_holds_up_the_start_is_named_and_not_those_that_wait_for_i
     with pytest.raises(RankError, match="Rank 1 of 3 was not ready after 2 s") as caught:
         group.start()
     assert (caught.value.rank, caught.value.kind) == (1, "start")
-    assert "the stack of rank 1" in str(caught.value) and "the stack of rank 0" not in str(caught.value)
+    detail = caught.value.detail
+    assert len(str(caught.value).splitlines()) == 3
+    assert "the stack of rank 1" in detail and "the stack of rank 0" not in detail
     assert group.snapshot()["state"] == "broken"
     assert stats(group) == 3
 
@@ -244,8 +256,9 @@ def test_a_rank_that_goes_wrong_is_named_with_all_that_is_known(
     error = caught.value
     assert (error.rank, error.kind) == (1, kind)
     assert "s after that began" in str(error)
-    assert str(error).count("1.5 GB of host RAM") == 3
-    assert "a line of its log\nthe stack of rank 1" in str(error)
+    assert len(str(error).splitlines()) == 3, "what, why, what to do: a node shows no more"
+    assert error.detail.count("1.5 GB of host RAM") == 3
+    assert "a line of its log\nthe stack of rank 1" in error.detail
     assert ("the others wait for it" in str(error)) == (fault == "hangs")
     assert MockProcesses.made[-1].killed
     assert group.snapshot()["state"] == "broken" and group.reason in str(error)
@@ -342,3 +355,205 @@ def test_a_call_that_finds_a_socket_closed_says_that_nothing_had_begun(group: Wo
     with pytest.raises(RankError) as caught:
         group.call(Stats())
     assert (caught.value.rank, caught.value.kind) == (2, "gone")
+    assert not incidents(group)
+    assert stats(group) == 3
+    assert [(one.kind, one.rank) for one in incidents(group)] == [("restarted", 2)]
+
+
+# ---- stop
+
+
+def test_a_stop_ends_the_running_call_with_an_error_that_says_so(group: WorkerGroup) -> None:
+    group.start()
+    later(0.2, lambda: group.stop("Stopped by request."))
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"^Stopped by request while answering, \d\.\d s after") as caught:
+        group.call(Ping())
+    assert time.monotonic() - start < 1
+    assert caught.value.kind == "stopped"
+    assert len(str(caught.value).splitlines()) == 3
+    assert MockProcesses.made[-1].killed
+    wait_until(lambda: not group.stopping, 3, "the stop to be through")
+    assert (group.snapshot()["state"], group.reason) == ("stopped", "Stopped by request.")
+    assert not incidents(group)
+    assert stats(group) == 3
+
+
+def test_a_stop_ends_a_start(group: WorkerGroup) -> None:
+    MockProcesses.faults[0] = "late"
+    later(0.2, lambda: group.stop("Stopped by request."))
+    start = time.monotonic()
+    with pytest.raises(RankError, match="^Stopped by request while starting") as caught:
+        group.start()
+    assert time.monotonic() - start < 1
+    assert (caught.value.kind, group.snapshot()["state"]) == ("stopped", "stopped")
+    assert not incidents(group)
+
+
+def test_an_idle_group_is_stopped_at_once(group: WorkerGroup) -> None:
+    stats(group)
+    group.stop("Stopped by request.")
+    assert (group.snapshot()["state"], group.reason, group.alive) == ("stopped", "Stopped by request.", False)
+    time.sleep(0.2)
+    assert (group.snapshot()["state"], incidents(group)) == ("stopped", [])
+
+
+def test_what_is_left_of_a_stopped_run_does_not_start_the_group_again(group: WorkerGroup) -> None:
+    """A stock sampler's next step would, or the next node; the next run may."""
+    with group.working(None, "prompt 7"):
+        stats(group)
+    group.stop("Stopped by request.")
+    with (
+        pytest.raises(RankError, match="^Stopped by request between two steps") as caught,
+        group.working(None, "prompt 7"),
+    ):
+        stats(group)
+    assert caught.value.kind == "stopped"
+    assert len(MockProcesses.made) == 1
+    with group.working(None, "prompt 8"):
+        assert stats(group) == 3
+
+
+def test_a_run_that_has_not_used_the_group_for_a_while_starts_it_again(group: WorkerGroup) -> None:
+    with group.working(None, "prompt 7"):
+        stats(group)
+    group.used_at -= groups.IN_USE_SECONDS
+    group.stop("Stopped by request.")
+    with group.working(None, "prompt 7"):
+        assert stats(group) == 3
+
+
+def test_outside_of_a_run_nothing_is_held_back(group: WorkerGroup) -> None:
+    with group.working(None):
+        stats(group)
+    group.stop("Stopped by request.")
+    with group.working(None):
+        assert stats(group) == 3
+
+
+def test_who_holds_a_stopped_group_between_two_calls_hears_of_it_at_the_next(group: WorkerGroup) -> None:
+    stats(group)
+    phases: list[str] = []
+    group.state.listen(lambda state: phases.append(state.phase))
+    with group._lock:
+        stopper = threading.Thread(target=group.stop, args=("Stopped by request.",))
+        stopper.start()
+        wait_until(lambda: MockProcesses.made[-1].killed, 3, "the ranks to be ended")
+        time.sleep(0.2)
+        assert group.stopping and not group.alive
+        with pytest.raises(RankError, match="^Stopped by request") as caught:
+            group.call(Stats())
+    stopper.join(5)
+    assert not stopper.is_alive()
+    assert (caught.value.kind, len(MockProcesses.made)) == ("stopped", 1)
+    assert phases == ["stopped"]  # that ranks are gone is no loss
+    assert stats(group) == 3
+
+
+# ---- what the journal is told
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [
+        ("silent", "silent", r"^CPU 1 gave no sign of life for \d s while answering\.$"),
+        ("hangs", "stuck", r"^CPU 1 made no progress for \d s while answering\.$"),
+        ("fails", "failed", r"^Rank 1 \(CPU 1, pid \d+\) failed while answering, .*: ValueError: no$"),
+    ],
+)
+def test_what_goes_wrong_in_a_call_is_told_once(group: WorkerGroup, fault: str, kind: str, text: str) -> None:
+    group.start()
+    ranks()[1].fault = fault
+    with pytest.raises(RankError):
+        group.call(Ping())
+    (told,) = incidents(group)
+    assert (told.kind, told.rank, told.device, told.group) == (kind, 1, "CPU 1", group.id)
+    assert re.match(text, told.text), told.text
+    assert "a line of its log" in told.detail
+    if fault == "fails":
+        ranks()[1].fault = ""
+    stats(group)
+    time.sleep(0.2)
+    assert incidents(group) == [told]  # that it started again is no news
+
+
+def test_a_rank_that_is_late_is_told_long_before_it_is_given_up(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "LATE_SECONDS", 0.3)
+    group.start()
+    ranks()[1].fault = "silent"
+    heard: list[Any] = []
+    group.state.listen(lambda state: heard.append(state.late))
+    with pytest.raises(RankError):
+        group.call(Ping())
+    (late,) = {one[:2] for one in heard if one is not None}
+    assert late == ("silent", 1)
+    assert sum(one is not None for one in heard) == 1  # not with every second
+
+
+def test_a_rank_lost_while_idle_is_told_at_once(group: WorkerGroup) -> None:
+    stats(group)
+    ranks()[2].connection.close()
+    wait_until(lambda: bool(incidents(group)), 3, "it to be told")
+    assert stats(group) == 3
+    (told,) = incidents(group)
+    assert (told.kind, told.title) == ("died", "Rank 2 stopped")
+    assert told.text == "CPU 2 died while the group was idle."
+
+
+def test_a_group_found_dead_by_the_next_run_says_that_it_was_started_again(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats(group)
+    time.sleep(groups.PAUSE_SECONDS + 0.05)
+    monkeypatch.setattr(session, "_is_ending", lambda pid: len(MockProcesses.made) == 1)
+    assert stats(group) == 3
+    (told,) = incidents(group)
+    assert (told.kind, told.title) == ("restarted", "The group was started again")
+
+
+def test_a_start_that_fails_is_told(group: WorkerGroup) -> None:
+    MockProcesses.faults[1] = "late"
+    with pytest.raises(RankError):
+        group.start()
+    (told,) = incidents(group)
+    assert (told.kind, told.title, told.rank) == ("start", "The group did not start", 1)
+    assert told.text == "Rank 1 of 3 was not ready after 2 s."
+
+
+def test_an_out_of_memory_is_told_only_when_it_comes_to_the_user(group: WorkerGroup) -> None:
+    """A smaller layout may mend it."""
+    group.start()
+    ranks()[1].fault = "full"
+    with pytest.raises(RankError) as caught:
+        group.call(Ping())
+    assert (caught.value.kind, incidents(group)) == ("memory", [])
+    for _ in range(2):
+        group.journal.publish(caught.value)
+    (told,) = incidents(group)
+    assert (told.kind, told.title) == ("memory", "Rank 1 ran out of memory")
+    assert told.text == "CPU 1 wanted 2.0 GB more while answering."
+    assert told.params.wanted == 2 << 30
+
+
+def test_a_cancel_is_seen_while_it_is_under_way(group: WorkerGroup) -> None:
+    group.start()
+    seen: list[bool] = []
+    group.state.listen(lambda state: seen.append(state.cancelling))
+    start = time.monotonic()
+    with pytest.raises(Cancelled):
+        group.call(Ping(), cancelled=lambda: time.monotonic() > start + 0.2)
+    assert seen == [False, True, False]
+    assert not incidents(group)
+
+
+def test_every_change_raises_the_number(group: WorkerGroup) -> None:
+    before = group.journal.seq
+    group.start()
+    started = group.journal.seq
+    stats(group)
+    assert before < started < group.journal.seq
+    quiet = group.journal.seq
+    time.sleep(0.4)  # heartbeats are no change
+    assert group.journal.seq == quiet

@@ -66,17 +66,19 @@ def test_the_third_failure_in_a_row_tells_what_failed_and_the_fourth_try_is_not_
     clock.now += 30
     assert "in a row" not in str(fail(retries))
     clock.now += 30
-    third = str(fail(retries))
-    assert third.startswith("Rank 1 died while sampling.\nDetails.")
-    assert "failure 3 in a row" in third
-    assert "60 s ago" in third and "30 s ago" in third and "0 s ago" in third
+    error = fail(retries)
+    assert "60 s ago" in error.detail and "30 s ago" in error.detail and "0 s ago" in error.detail
+    assert "Details." in error.detail, "what stood in its place before"
+    what, why, third = str(error).splitlines()
+    assert what == "Rank 1 died while sampling." and "failure 3 in a row" in why
     assert "rank 1 (GPU 1 Mock) each time: devices 0,2 on the Parallel Config" in third
     assert "dmesg" in third and "Host RAM now" in third
     tried = []
     with pytest.raises(RankError, match=r"^Sampling \(1x64x64\) with flux has failed 3 times") as caught:  # noqa: SIM117
         with retries.attempt(WORK, CARDS):
             tried.append("the ranks")
-    assert caught.value.kind == "given up"
+    assert caught.value.kind == "given up" and len(str(caught.value).splitlines()) == 3
+    assert "0 s ago: Rank 1 died while sampling." in caught.value.detail
     assert not tried
 
 
@@ -163,7 +165,7 @@ def test_a_run_that_comes_to_its_end_is_a_success(retries: Retries) -> None:
     assert "in a row" not in str(fail(retries, step(9)))
 
 
-@pytest.mark.parametrize("kind", ["refused", "cancelled", "gone"])
+@pytest.mark.parametrize("kind", ["refused", "cancelled", "gone", "stopped"])
 def test_what_is_no_failure_of_the_ranks_is_not_counted(retries: Retries, kind: str) -> None:
     for _ in range(5):
         assert "in a row" not in str(fail(retries, kind=kind))
@@ -280,14 +282,17 @@ def test_an_out_of_memory_names_rank_device_what_it_wanted_and_who_holds_the_car
     assert (error.tried, error.allocated) == (int(2.5 * GIB), int(19.75 * GIB))
 
 
-def test_advice_stands_before_the_details_and_what_was_added_stays(driver: dict[int, int | None]) -> None:
+def test_advice_stands_in_the_third_line_and_what_was_said_before_stays(
+    driver: dict[int, int | None],
+) -> None:
     error = ran_out()
-    error.args = (f"{error}\n\nAdded.",)
+    holders = error.why
+    error.advise("Do that.")
+    error.explain("It failed again.", "Or change the size.")
     error.advise("Do this.")
-    error.advise("Or that.")
-    lines = str(error).splitlines()
-    assert lines[2:4] == ["Do this.", "Or that."]
-    assert "On the rank: a traceback" in lines and lines[-1] == "Added."
+    assert str(error).splitlines()[1:] == ["It failed again.", "Do this. Or change the size."]
+    assert error.detail == f"{holders}\nDo that.\n\nOn the rank: a traceback"
+    assert error.whole == f"{error}\n\n{error.detail}"
 
 
 def test_pids_of_another_namespace_are_not_looked_up(driver: dict[int, int | None]) -> None:
@@ -364,7 +369,7 @@ def test_what_torch_wanted_on_the_cpu_is_understood_and_where() -> None:
         {0: 1},
     )
     assert "wanted 1048576.0 GB more" in str(told)
-    assert f"It was at {place}." in str(told)
+    assert f"It was at {place}." in told.detail and len(str(told).splitlines()) == 2
     assert "Host RAM now" in str(told)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -202,17 +201,13 @@ def test_what_the_settings_mean(park: list[object], stop: list[object], times: I
 
 
 def test_the_page_and_the_server_know_the_same_choices() -> None:
-    page = (ROOT / "web" / "sharded.js").read_text(encoding="utf-8")
-    declared = dict(re.findall(r'id: "Sharded\.Group\.(\w+)"(.*?)\n  \}', page, re.DOTALL))
-    offers = {"ParkAfter": PARK_MINUTES, "StopAfter": STOP_MINUTES}
-    assert set(declared) == set(offers)
+    page = json.loads((ROOT / "web" / "declared.json").read_text(encoding="utf-8"))
+    declared = {one["id"]: one for one in page["settings"]}
     texts = json.loads((ROOT / "locales" / "en" / "settings.json").read_text(encoding="utf-8"))
-    for name, offered in offers.items():
-        choices = [int(number) for number in re.findall(r"MINUTES\((\d+)", declared[name])]
-        assert sorted(choices) == sorted(offered)
-        assert f"defaultValue: {offered[0]}," in declared[name]
-        told = texts[f"Sharded_Group_{name}"]
-        assert (
-            f'name: "{told["name"]}"' in declared[name] and f'tooltip: "{told["tooltip"]}"' in declared[name]
-        )
-        assert set(told["options"]) == {f"{one} minutes" if one else "Never" for one in choices}
+    for name, offered in {"ParkAfter": PARK_MINUTES, "StopAfter": STOP_MINUTES}.items():
+        setting, told = declared[f"Sharded.Group.{name}"], texts[f"Sharded_Group_{name}"]
+        choices = {one["text"]: one["value"] for one in setting["options"]}
+        assert sorted(choices.values()) == sorted(offered)
+        assert setting["defaultValue"] == offered[0]
+        assert (setting["name"], setting["tooltip"]) == (told["name"], told["tooltip"])
+        assert set(told["options"]) == set(choices)

@@ -92,10 +92,10 @@ def test_where_nothing_works_the_error_has_a_line_for_each_attempt(cache: Path) 
     with pytest.raises(RankError) as caught:
         first_that_works(CARDS, works_from(3, []))
     assert caught.value.kind == machine.BROKEN and caught.value.rank == 1
-    assert [line for line in str(caught.value).splitlines() if line.startswith("- ")] == [
+    assert [line for line in caught.value.detail.splitlines() if line.startswith("- ")] == [
         f"- {setting.words}: Rank 1 failed while starting: all_reduce did not end" for setting in SETTINGS
     ]
-    assert str(caught.value).endswith("its log")
+    assert caught.value.detail.endswith("its log")
     assert not cache.exists()
 
 

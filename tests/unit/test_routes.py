@@ -1,4 +1,4 @@
-"""What POST /sharded/group refuses, on a real aiohttp server: other origins, other bodies, other moments."""
+"""What the two routes answer and refuse, on a real aiohttp server: other origins, other bodies, other moments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class MockSession(SimpleNamespace):
     """Mock of a life of a group: alive until it is closed, and no processes."""
 
     def __init__(self) -> None:
-        super().__init__(dead=None, closed=False, processes=SimpleNamespace(agent_pid=1))
+        super().__init__(dead=None, closed=False, stopped=False, processes=SimpleNamespace(agent_pid=1))
+
+    def stop(self) -> None:
+        self.stopped, self.dead = True, 0
 
     def close(self) -> None:
         self.closed = True
@@ -53,6 +56,7 @@ class Desk:
     def __init__(self) -> None:
         self.workflow_runs = False
         self.listed = True
+        GROUPS.journal.incidents = ()
         self.group = GROUPS.group(devices.cpu_devices(2))
         self.session = MockSession()
         layout = spec.Layout(spec=spec.ParallelSpec(tensor=2), devices=self.group.devices, reason="")
@@ -65,7 +69,7 @@ class Desk:
         self.group.call = self._answer
 
     def revive(self) -> None:
-        self.session.closed = False
+        self.session.closed, self.session.stopped, self.session.dead = False, False, None
         self.group._session = self.session
         self.group.state.starting()
         self.group.settle()
@@ -86,7 +90,7 @@ class Desk:
 
     def application(self) -> web.Application:
         table = web.RouteTableDef()
-        routes.add_to(table, lambda: self.workflow_runs, lambda _: self.listed)
+        routes.add_to(table, lambda: self.workflow_runs, lambda _: self.listed, "0.3.75")
         application = web.Application(client_max_size=100 << 20)
         application.add_routes(table)
         return application
@@ -127,6 +131,10 @@ async def refusal(answer: ClientResponse) -> tuple[int, str]:
     return answer.status, str((await answer.json())["error"])
 
 
+async def code(answer: ClientResponse) -> str:
+    return str((await answer.json())["code"])
+
+
 async def eventually(desk: Desk, phase: str) -> None:
     await asyncio.to_thread(wait_until, lambda: desk.phase == phase, 10, f"the group to be {phase}")
 
@@ -153,6 +161,74 @@ def test_park_restore_and_stop(desk: Desk) -> None:
             assert await refusal(await post(desk, client, action)) == (409, "The group does not run.")
 
     talk(desk, asks)
+
+
+# ---- what it tells
+
+
+def test_the_state_tells_the_machine_and_the_group(desk: Desk) -> None:
+    async def asks(desk: Desk, client: TestClient) -> None:
+        answer = await client.get("/sharded/state")
+        assert answer.headers["Cache-Control"] == "no-store"
+        state = await answer.json()
+        assert (state["api"], state["comfyui"]) == (1, "0.3.75")
+        assert state["version"] == group_module.PACK_VERSION != ""
+        assert (state["server"], state["seq"]) == (GROUPS.journal.server, GROUPS.journal.seq)
+        assert {one["key"] for one in state["devices"]} >= {"cpu:0", "cpu:1"}
+        (group,) = state["groups"]
+        assert (group["id"], group["state"], group["stage"]) == ("cpu:0,cpu:1", "ready", "ready")
+        assert group["degrees"]["tensor"] == 2 and group["idle"] >= 1000
+        seq = state["seq"]
+        await post(desk, client, "park")
+        await eventually(desk, "parked")
+        state = await (await client.get("/sharded/state")).json()
+        assert state["seq"] > seq
+        assert state["groups"][0]["parked_by"] == "user"
+
+    talk(desk, asks)
+
+
+def test_a_driver_that_hangs_holds_up_nobody(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer waits a moment for it, and one thread at most is lost in it."""
+    inside, over, looks = threading.Event(), threading.Event(), []
+
+    def hang() -> None:
+        looks.append(1)
+        inside.set()
+        over.wait(10)
+
+    monkeypatch.setattr(routes, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(GROUPS, "look_at_cards", hang)
+    monkeypatch.setattr(GROUPS.cards, "_looked_at", None)
+
+    async def asks(desk: Desk, client: TestClient) -> None:
+        for _ in range(3):
+            assert (await asyncio.wait_for(client.get("/sharded/state"), 5)).status == 200
+        over.set()
+
+    talk(desk, asks)
+    assert inside.is_set() and looks == [1]
+
+
+def test_the_driver_is_asked_once_in_two_seconds(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[frozenset[int]] = []
+    real = GROUPS.cards.look
+
+    def look(ranks: frozenset[int]) -> None:
+        looks.append(ranks)
+        real(ranks)
+
+    monkeypatch.setattr(GROUPS.cards, "look", look)
+    monkeypatch.setattr(GROUPS.cards, "_looked_at", None)
+
+    async def asks(desk: Desk, client: TestClient) -> None:
+        answers = await asyncio.gather(*(client.get("/sharded/state") for _ in range(5)))
+        assert {one.status for one in answers} == {200}
+        for _ in range(3):
+            await client.get("/sharded/state")
+
+    talk(desk, asks)
+    assert len(looks) == 1
 
 
 # ---- who may ask
@@ -297,7 +373,7 @@ def test_other_methods_are_refused(desk: Desk, method: str) -> None:
 # ---- when it cannot be
 
 
-@pytest.mark.parametrize("action", ["park", "restore", "stop"])
+@pytest.mark.parametrize("action", ["park", "restore"])
 def test_a_busy_group_says_so(desk: Desk, action: str) -> None:
     inside, done = threading.Event(), threading.Event()
 
@@ -321,7 +397,45 @@ def test_a_busy_group_says_so(desk: Desk, action: str) -> None:
     assert not desk.asked and not desk.session.closed
 
 
-@pytest.mark.parametrize("action", ["park", "restore", "stop"])
+def test_a_stop_ends_the_run_that_is_on(desk: Desk) -> None:
+    inside, done = threading.Event(), threading.Event()
+    raised: list[Any] = []
+
+    def work() -> None:
+        with desk.group._lock:
+            desk.group.state.busy("sample", "sampling")
+            inside.set()
+            done.wait(10)
+            try:
+                group_module.WorkerGroup.call(desk.group, spec.Ping())
+            except spec.RankError as error:
+                raised.append(error)
+
+    async def asks(desk: Desk, client: TestClient) -> None:
+        assert (await post(desk, client, "stop")).status == 202
+        await asyncio.to_thread(wait_until, lambda: desk.session.stopped, 10, "the ranks to be ended")
+        state = await (await client.get("/sharded/state")).json()
+        assert state["groups"][0]["stopping"] is True
+        done.set()
+        await eventually(desk, "stopped")
+        state = await (await client.get("/sharded/state")).json()
+        assert (state["groups"][0]["stopping"], state["groups"][0]["reason"]) == (
+            False,
+            "Stopped by request.",
+        )
+        assert state["incidents"] == []  # whoever asked for it knows
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    inside.wait(10)
+    talk(desk, asks)
+    worker.join()
+    (error,) = raised
+    assert error.kind == "stopped"
+    assert str(error).startswith("Stopped by request while sampling, ")
+
+
+@pytest.mark.parametrize("action", ["park", "restore"])
 def test_between_two_steps_a_group_is_busy_too(desk: Desk, action: str) -> None:
     desk.workflow_runs = True
     desk.group.used_at += 999
@@ -337,6 +451,45 @@ def test_between_two_steps_a_group_is_busy_too(desk: Desk, action: str) -> None:
         await eventually(desk, "parked")
 
     talk(desk, asks)
+
+
+def test_what_fails_after_it_was_accepted_is_told(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+    GROUPS.journal.listen(lambda: None, heard.append)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise spec.RankError("Rank 1 failed while loading.")
+
+    async def asks(desk: Desk, client: TestClient) -> None:
+        await post(desk, client, "park")
+        await eventually(desk, "parked")
+        desk.group.used_at -= 1000
+        monkeypatch.setattr(desk.group, "call", fails)
+        assert (await post(desk, client, "restore")).status == 202
+        await asyncio.to_thread(wait_until, lambda: bool(heard), 10, "the failure to be told")
+        newest = (await (await client.get("/sharded/state")).json())["incidents"][0]
+        assert (newest["kind"], newest["title"], newest["text"]) == (
+            "action",
+            "Restore failed",
+            "Rank 1 failed while loading.",
+        )
+
+    talk(desk, asks)
+
+
+def test_a_model_that_finds_no_room_in_ram_is_told(desk: Desk) -> None:
+    heard: list[Any] = []
+    GROUPS.journal.listen(lambda: None, heard.append)
+    gone = {rank: SimpleNamespace(body=spec.Parked(in_host_memory=False)) for rank in (0, 1)}
+    desk.group.call = lambda *_, **__: gone
+
+    async def asks(desk: Desk, client: TestClient) -> None:
+        await post(desk, client, "park")
+        await asyncio.to_thread(wait_until, lambda: bool(heard), 10, "it to be told")
+
+    talk(desk, asks)
+    assert heard[0].title == "Not kept in RAM"
+    assert heard[0].text == "Host RAM has no room for a: the next use reads it from disk again."
 
 
 def test_what_cannot_be_restored(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,3 +561,36 @@ def test_a_workflow_carries_three_texts_and_numbers_and_entries_of_lists() -> No
     values = {"STRING", "INT", "FLOAT", "BOOLEAN", "COMBO"}
     cables = {"PARALLEL_CONFIG", "SHARDED_PIPELINE", "CONDITIONING", "LATENT", "*"}
     assert kinds <= values | cables | {"UNIQUE_ID", "PROMPT", "EXTRA_PNGINFO"}
+
+
+def test_every_refusal_has_a_word_of_its_own_for_pages_in_other_languages(desk: Desk) -> None:
+    async def asks(desk: Desk, client: TestClient) -> None:
+        assert await code(await post(desk, client, "restore")) == "nothing_parked"
+        desk.workflow_runs, desk.group.used_at = True, desk.group.used_at + 999
+        assert await code(await post(desk, client, "park")) == "in_use"
+        desk.workflow_runs, desk.group.used_at = False, desk.group.used_at - 999
+        assert await code(await post(desk, client, group="cpu:7")) == "no_group"
+        await post(desk, client, "park")
+        await eventually(desk, "parked")
+        desk.group.used_at -= 1000
+        desk.listed = False
+        assert await code(await post(desk, client, "restore")) == "taken"
+        desk.group.state.rank_heard(
+            1,
+            spec.Heartbeat(
+                memory=spec.Memory(device_used=15 << 30, device_total=16 << 30),
+                beat=1,
+                doing="",
+                progress=0,
+                collectives=0,
+                slowest=1.0,
+            ),
+            0.0,
+        )
+        answer = await (await post(desk, client, "restore")).json()
+        assert (answer["code"], answer["device"]) == ("no_room", "CPU 1")
+        await post(desk, client, "stop")
+        await eventually(desk, "stopped")
+        assert await code(await post(desk, client, "stop")) == "not_running"
+
+    talk(desk, asks)

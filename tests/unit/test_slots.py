@@ -80,3 +80,22 @@ def test_a_park_that_fails_leaves_nothing_behind(
     slot.park()
     assert asked == ["Park", "Unload"]
     assert not group.slots and not group.parked
+
+
+def test_a_model_that_comes_back_from_host_memory_is_not_called_read(
+    group: WorkerGroup, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks themselves report nothing of it: a copy over the bus has no pieces."""
+    group.parked[slot.name] = group.slots.pop(slot.name)
+    answers = {rank: SimpleNamespace(body=INFO) for rank in range(2)}
+    monkeypatch.setattr(group, "call", lambda *_, **__: answers)
+    told: list[str] = []
+    for _ in range(2):
+        slot._load_on(group, lambda progress, _: told.append(progress.phase), None)
+        assert told == ["restoring"], "and once it is there, no more"
+    assert slot.loaded and not group.parked
+
+
+def test_what_the_ranks_do_not_tell_of_their_memory_is_unknown(group: WorkerGroup, slot: Slot) -> None:
+    assert slot.peak is None
+    assert not slot.warming

@@ -12,9 +12,12 @@ from runtime.session import _is_ending, _process_state
 from runtime.spec import Heartbeat, Memory
 from runtime.supervision import (
     ASLEEP_SECONDS,
+    LATE_SECONDS,
     SILENT_SECONDS,
+    STUCK_SECONDS,
     WARM_UP_SECONDS,
     Supervision,
+    Suspicion,
     Verdict,
     patience,
 )
@@ -62,6 +65,9 @@ class FakeTime:
             collectives=self.collectives[rank],
             slowest=self.slowest[rank],
         )
+
+    def suspicion(self, working: set[int]) -> Suspicion | None:
+        return self.supervision.suspicion(self.now, working)
 
 
 @pytest.fixture
@@ -208,3 +214,49 @@ def test_a_killed_process_is_ending_at_once(child: subprocess.Popen) -> None:
     """Not only when it is gone: one with gigabytes to give back takes a while."""
     child.kill()
     assert _is_ending(child.pid)
+
+
+# ---- who is late, long before there is a verdict
+
+
+def test_nobody_is_late_who_says_so_and_comes_on(group: FakeTime) -> None:
+    for working in (set(), ALL):
+        group.begin(*working)
+        for _ in range(60):
+            assert group.pass_seconds(1, working, moving=ALL) is None
+            assert group.suspicion(working) is None
+
+
+@pytest.mark.parametrize("working", [set(), ALL])
+def test_a_silent_rank_is_late_after_three_heartbeats(group: FakeTime, working: set[int]) -> None:
+    group.begin(*working)
+    group.silent = {1}
+    group.pass_seconds(int(LATE_SECONDS), working, moving={0, 2})
+    assert group.suspicion(working) is None
+    group.pass_seconds(1, working, moving={0, 2})
+    assert group.suspicion(working) == ("silent", 1, LATE_SECONDS + 1, SILENT_SECONDS)
+    group.silent = set()
+    group.pass_seconds(1, working, moving=ALL)
+    assert group.suspicion(working) is None
+
+
+def test_a_rank_that_makes_no_progress_is_late_half_way_to_the_verdict(group: FakeTime) -> None:
+    group.begin(*ALL)
+    group.collectives = [3, 2, 3]
+    group.pass_seconds(1 + int(STUCK_SECONDS / 2), ALL)  # the first of them says that it has begun
+    assert group.suspicion(ALL) is None
+    group.pass_seconds(1, ALL)
+    late = group.suspicion(ALL)
+    assert late is not None
+    assert (late.kind, late.rank, late.limit) == ("stuck", 1, STUCK_SECONDS)
+
+
+def test_a_first_step_is_given_its_time(group: FakeTime) -> None:
+    group.slowest = [0.0] * 3
+    group.begin(*ALL)
+    group.pass_seconds(int(WARM_UP_SECONDS / 2) - 1, ALL)
+    assert group.suspicion(ALL) is None
+
+
+def test_of_no_ranks_none_is_late() -> None:
+    assert Supervision().suspicion(5.0, {0}) is None

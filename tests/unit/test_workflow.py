@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from runtime import planner
+from runtime.devices import default_cpu_ranks
+from runtime.spec import ParallelConfig
+from tests.support.mocks import mock_cards
 from tools import ROOT, workflow
 from tools.workflow import WorkflowError, to_api
 
@@ -108,3 +112,26 @@ def test_shipped_workflows_suit_any_machine(path: Any) -> None:
         assert strategy in ("auto", "prefer tensor", "prefer context")
         assert degrees == [1] * 5
         assert node["widgets_values"][6] == "auto"
+
+
+@pytest.mark.parametrize("cards", [1, 2, 4, 0], ids=["1 GPU", "2 GPUs", "4 GPUs", "no GPU"])
+@pytest.mark.parametrize("path", sorted((ROOT / "workflows").glob("*.json")), ids=lambda path: path.stem)
+def test_the_loaders_of_shipped_workflows_refuse_nothing(path: Any, cards: int) -> None:
+    """With what stands in them, on machines of every size; as many ranks as there are devices."""
+    nodes = {node["type"]: node["widgets_values"] for node in json.loads(path.read_text("utf-8"))["nodes"]}
+    (plan,) = nodes.get("ShardedTensorPlan", [""])
+    config = ParallelConfig(strategy=nodes["ShardedParallelConfig"][0], tensor_plan=plan)
+    model = ROOT / "demo_model"
+    facts = [planner.check_pipeline(model / nodes["ShardedLoadPipeline"][0], config)]
+    if "ShardedLoadDiffusionModel" in nodes:
+        name = nodes["ShardedLoadDiffusionModel"][0]
+        facts.append(planner.check_transformer(model / name, config, "").facts)
+    for one in facts:
+        layout = planner.plan(one, config, dtype="float32", cards=mock_cards(*[24] * cards))
+        assert layout.spec.world_size == (cards or default_cpu_ranks())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "workflows").glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_workflows_name_their_pictures_after_themselves(path: Any) -> None:
+    nodes = {node["type"]: node["widgets_values"] for node in json.loads(path.read_text("utf-8"))["nodes"]}
+    assert nodes["SaveImage"] == [path.stem]
