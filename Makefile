@@ -59,6 +59,7 @@ faults: env
 # What people see, also the long stories: on two frontends with two renderers. Fetches what is missing of them, once.
 # ARGS="-k 1.58.1-nodes2" for one of the four, ARGS="-k rank_dies" for one story. Pictures: test_output/browser.
 browser: env
+	@$(PYTHON) -m tools.page_parts
 	$(PYTHON) -m pytest $(call folders,browser) $(ARGS)
 
 # Stock MODELs against ComfyUI's own, whole sampling runs: one line each.

@@ -18,7 +18,7 @@ from .moving import ELSE, Moving
 log = logging.getLogger("comfyui-sharded")
 T = TypeVar("T")
 Way = Literal["", "tiles", "host"]  # in which a stage of rank 0 is computed: as it is, in tiles, in host RAM
-_INSTEAD = {"tiles": "in tiles", "host": "on the CPU, which is slow"}
+INSTEAD: dict[Way, str] = {"": "", "tiles": "in tiles", "host": "on the CPU, which is slow"}
 CATEGORY = "sharded"
 ParallelConfigCable = io.Custom("PARALLEL_CONFIG")
 PipelineCable = io.Custom("SHARDED_PIPELINE")
@@ -48,8 +48,8 @@ class ShardedPipeline(Moving):
 
         return self.with_room(run)
 
-    def staged(self, run: Callable[[Way], T], ways: Sequence[Way]) -> T:
-        """What `run` gives in the first of `ways` that rank 0's device has room for; which one is said on the node.
+    def staged(self, run: Callable[[Way], T], ways: Sequence[Way]) -> tuple[T, Way]:
+        """What `run` gives in the first of `ways` that rank 0's device has room for, and in which.
 
         Encoders and VAE are on rank 0 only: another layout would help them little.
         """
@@ -58,13 +58,13 @@ class ShardedPipeline(Moving):
         with comfy_host.comfy_errors():
             for way, following in pairwise(ways):
                 try:
-                    return run(way)
+                    return run(way), way
                 except RankOutOfMemory as error:
                     log.warning("%s", error)
                     where = f"rank {error.rank} ({devices[error.rank].label})"
-                self.say(f"Out of memory on {where}: now {_INSTEAD[following]}")
+                self.say(f"Out of memory on {where}: now {INSTEAD[following]}")
             try:
-                return run(ways[-1])
+                return run(ways[-1]), ways[-1]
             except RankOutOfMemory as error:
                 error.advise(ELSE)
                 raise

@@ -232,11 +232,6 @@ def say(node_id: str | None, *lines: str) -> None:
         server.send_progress_text(text, node_id, server.client_id)
 
 
-def readable_bytes(nbytes: int) -> str:
-    """Sizes as ComfyUI writes them: GB are 2**30 bytes, MB 2**20."""
-    return f"{nbytes / 2**30:.1f} GB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MB"
-
-
 class NodeProgress:
     """The bar, the preview and the text of one node while the group works for it; `tell` puts the text elsewhere."""
 

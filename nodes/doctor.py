@@ -28,7 +28,13 @@ class Doctor(io.ComfyNode):
                     "name them to leave a card alone.",
                 ),
             ],
-            outputs=[io.String.Output("REPORT", display_name="report")],
+            outputs=[
+                io.String.Output(
+                    "REPORT",
+                    display_name="report",
+                    tooltip="The whole report. It holds no private data: paste it into a bug report as it is.",
+                )
+            ],
             hidden=[io.Hidden.unique_id],
             is_output_node=True,
             not_idempotent=True,

@@ -8,17 +8,14 @@ Nothing runs while nothing changes, and nothing is sent for progress alone: an o
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..runtime.group import GROUPS, Incident
-from .routes import API, VERSION, incident_data
-
-log = logging.getLogger("comfyui-sharded")
+from ..runtime.group import GROUPS, PACK_VERSION, Incident
+from .routes import API, incident_data
 
 STATE, INCIDENT = "sharded.state", "sharded.incident"
 SECONDS_BETWEEN = 0.5
@@ -85,15 +82,15 @@ def _without_progress(data: Data) -> object:
 
 def start(send: Send, later: Later) -> None:
     """Tell all pages from now on. `send` takes the event's name and data, in any thread."""
+    about = {"api": API, "version": PACK_VERSION}
 
     def compose() -> tuple[Data, float]:
         news, stays_for = GROUPS.news()
-        return {"api": API, "version": VERSION, **news}, stays_for
+        return {**about, **news}, stays_for
 
     def on_incident(incident: Incident) -> None:
-        journal = GROUPS.journal
-        about = {"api": API, "version": VERSION, "server": journal.server, "seq": journal.seq}
-        send(INCIDENT, {**about, **incident_data(incident)})
+        now = {"server": GROUPS.journal.server, "seq": GROUPS.journal.seq}
+        send(INCIDENT, {**about, **now, **incident_data(incident)})
 
     announcer = Announcer(compose, lambda data: send(STATE, data), later)
     GROUPS.journal.listen(announcer.poke, on_incident)

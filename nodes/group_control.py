@@ -8,6 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..runtime.group import GROUPS, Slot, WorkerGroup
+from ..runtime.spec import describe_devices
 from . import comfy_host
 from .cables import CATEGORY
 
@@ -39,7 +40,7 @@ def _schema(node_id: str, display_name: str, description: str) -> io.Schema:
         category=CATEGORY,
         description=description,
         inputs=[io.AnyType.Input("anything", optional=True, tooltip=_TOOLTIP)],
-        outputs=[io.AnyType.Output("ANYTHING", display_name="anything")],
+        outputs=[io.AnyType.Output("ANYTHING", display_name="anything", tooltip="What came in, unchanged.")],
         hidden=[io.Hidden.unique_id],
         is_output_node=True,
         not_idempotent=True,
@@ -83,13 +84,13 @@ def _park(group: WorkerGroup) -> list[str]:
         f"{name.rpartition('-')[0]}: {'parked in host RAM' if in_ram else 'no room in host RAM, will be read again'}"
         for name, in_ram in parked.items()
     ]
-    return lines or [f"Nothing is loaded on {group.where}."]
+    return lines or [f"Nothing is loaded on {describe_devices(group.devices)}."]
 
 
 def _stop(group: WorkerGroup) -> list[str]:
     count = len(group.devices)
     group.close("Stopped by Stop Group (Sharded).")
-    return [f"Stopped {count} rank{'s' if count > 1 else ''} on {group.where}."]
+    return [f"Stopped {count} rank{'s' if count > 1 else ''} on {describe_devices(group.devices)}."]
 
 
 def _groups_of(anything: Any) -> list[WorkerGroup]:

@@ -38,7 +38,13 @@ class LoadPipeline(io.ComfyNode):
                     tooltip="How to divide the model, from Parallel Config. Without it: auto on all devices.",
                 ),
             ],
-            outputs=[PipelineCable.Output("PIPELINE", display_name="pipeline")],
+            outputs=[
+                PipelineCable.Output(
+                    "PIPELINE",
+                    display_name="pipeline",
+                    tooltip="The loaded pipeline, for the nodes that encode, sample and decode. It is no stock MODEL.",
+                )
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -112,7 +118,13 @@ class LoadDiffusionModel(io.ComfyNode):
                     tooltip="How to divide the model, from Parallel Config. Without it: auto on all devices.",
                 ),
             ],
-            outputs=[io.Model.Output("MODEL", display_name="model")],
+            outputs=[
+                io.Model.Output(
+                    "MODEL",
+                    display_name="model",
+                    tooltip="A stock MODEL, for KSampler and everything else that takes one.",
+                )
+            ],
             hidden=[io.Hidden.unique_id],
         )
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ..runtime import planner
 from ..runtime.group import GROUPS, Slot
-from ..runtime.spec import Layout, RankOutOfMemory, SlotInfo
+from ..runtime.spec import Layout, RankOutOfMemory, SlotInfo, readable_bytes
 from . import comfy_host
 
 log = logging.getLogger("comfyui-sharded")
@@ -88,7 +88,7 @@ class Moving:
     def say_held(self, info: SlotInfo, how: str) -> None:
         """What the ranks hold now and where, `how` it came there, and on a second line why in this layout."""
         layout = self.slot.layout
-        size = comfy_host.readable_bytes(info.weight_bytes) + self._of_which()
+        size = readable_bytes(info.weight_bytes) + self._of_which()
         self.say(f"{layout.describe()}, {size}, {how}", layout.reason)
 
     def _of_which(self) -> str:

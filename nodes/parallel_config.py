@@ -80,7 +80,13 @@ class ParallelConfigNode(io.ComfyNode):
                     "flash and sage need their package and take no masks; sage computes in 8 bits.",
                 ),
             ],
-            outputs=[ParallelConfigCable.Output("PARALLEL_CONFIG", display_name="parallel_config")],
+            outputs=[
+                ParallelConfigCable.Output(
+                    "PARALLEL_CONFIG",
+                    display_name="parallel_config",
+                    tooltip="For a sharded loader, or for a Tensor Plan.",
+                )
+            ],
         )
 
     @classmethod
@@ -124,7 +130,13 @@ class TensorPlanNode(io.ComfyNode):
                     tooltip="The config that the plan is added to. Without it: auto on all devices.",
                 ),
             ],
-            outputs=[ParallelConfigCable.Output("PARALLEL_CONFIG", display_name="parallel_config")],
+            outputs=[
+                ParallelConfigCable.Output(
+                    "PARALLEL_CONFIG",
+                    display_name="parallel_config",
+                    tooltip="The same config with the plan, for a sharded loader.",
+                )
+            ],
         )
 
     @classmethod

@@ -10,9 +10,9 @@ from comfy_api.latest import io
 
 from ..runtime import planner
 from ..runtime.spec import Decode as DecodeRequest
-from ..runtime.spec import Encode, Refusal, Sample, SlotInfo
+from ..runtime.spec import Encode, Refusal, Sample, SlotInfo, readable_bytes
 from . import comfy_host
-from .cables import CATEGORY, PipelineCable, ShardedPipeline
+from .cables import CATEGORY, INSTEAD, PipelineCable, ShardedPipeline, Way
 
 _PIPELINE_TOOLTIP = "From Load Pipeline (Sharded)."
 _KNOWN_CONDITIONING = {"pooled_output", "guidance"}
@@ -35,7 +35,13 @@ class EncodePrompt(io.ComfyNode):
                     tooltip="What the picture should show, in words.",
                 ),
             ],
-            outputs=[io.Conditioning.Output("CONDITIONING", display_name="conditioning")],
+            outputs=[
+                io.Conditioning.Output(
+                    "CONDITIONING",
+                    display_name="conditioning",
+                    tooltip="For positive of Sample (Sharded Pipeline), or of a stock sampler.",
+                )
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -45,14 +51,14 @@ class EncodePrompt(io.ComfyNode):
         pipeline.ensure(progress)
         progress.enter("encoding")
         start = time.monotonic()
-        reply = pipeline.staged(
+        reply, way = pipeline.staged(
             lambda way: pipeline.slot.call(
                 Encode(slot=pipeline.slot.name, prompt=text, on_host=way == "host"),
                 cancelled=comfy_host.interrupted,
             ),
             ("", "host"),
         )
-        comfy_host.say(cls.hidden.unique_id, f"Encoded in {time.monotonic() - start:.1f} s")
+        comfy_host.say(cls.hidden.unique_id, f"Encoded in {time.monotonic() - start:.1f} s{_how(way)}")
         embeds, pooled = (reply.tensors[name].float() for name in ("prompt_embeds", "pooled"))
         return io.NodeOutput([[embeds, {"pooled_output": pooled}]])
 
@@ -132,7 +138,13 @@ class SamplePipeline(io.ComfyNode):
                     tooltip="Where to start from, and how large: stock latents fit.",
                 ),
             ],
-            outputs=[io.Latent.Output("LATENT", display_name="latent")],
+            outputs=[
+                io.Latent.Output(
+                    "LATENT",
+                    display_name="latent",
+                    tooltip="A stock latent of the model, for Decode (Sharded Pipeline).",
+                )
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -195,7 +207,7 @@ class SamplePipeline(io.ComfyNode):
         start = time.monotonic()
         reply = pipeline.with_room(run)
         took, peak = time.monotonic() - start, pipeline.slot.peak
-        most = f", peak {comfy_host.readable_bytes(peak)}" if peak else ""
+        most = f", peak {readable_bytes(peak)}" if peak else ""
         comfy_host.say(node_id, f"{steps} step{'s' if steps > 1 else ''} in {took:.1f} s{most}")
         return io.NodeOutput({"samples": reply.tensors["samples"]})
 
@@ -214,7 +226,13 @@ class Decode(io.ComfyNode):
                     "samples", tooltip="From Sample (Sharded Pipeline) or any stock latent of this model."
                 ),
             ],
-            outputs=[io.Image.Output("IMAGE", display_name="image")],
+            outputs=[
+                io.Image.Output(
+                    "IMAGE",
+                    display_name="image",
+                    tooltip="The pictures, for every node that takes images.",
+                )
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -226,7 +244,7 @@ class Decode(io.ComfyNode):
         _check_channels(latent, info)
         progress.enter("decoding")
         start = time.monotonic()
-        reply = pipeline.staged(
+        reply, way = pipeline.staged(
             lambda way: pipeline.slot.call(
                 DecodeRequest(slot=pipeline.slot.name, tiled=way == "tiles", on_host=way == "host"),
                 {"samples": latent},
@@ -237,9 +255,14 @@ class Decode(io.ComfyNode):
         )
         images = reply.tensors["images"]
         count, height, width, _ = images.shape
-        took = f"{time.monotonic() - start:.1f} s"
+        took = f"{time.monotonic() - start:.1f} s{_how(way)}"
         comfy_host.say(cls.hidden.unique_id, f"{count} of {width} x {height} pixels in {took}")
         return io.NodeOutput(images)
+
+
+def _how(way: Way) -> str:
+    """What a node says of a way that was not the first choice."""
+    return f", {INSTEAD[way]}" if way else ""
 
 
 def _read_conditioning(positive: list[Any], info: SlotInfo) -> tuple[dict[str, torch.Tensor], float | None]:

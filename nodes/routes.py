@@ -1,12 +1,13 @@
 """The pack's routes: one tells the state, one parks, restores or stops a group that exists.
 
-None starts a process, and none takes a path, a name of a model, a URL or a program: a group is named by its devices.
+None starts a process, and none takes a path, a name of a model, a URL or a program: a group is named by its id.
 What changes something is asked for by ComfyUI's own page, or by a program that is no browser: see `is_same_origin`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -32,9 +33,9 @@ from ..runtime.spec import RankError
 log = logging.getLogger("comfyui-sharded")
 
 API = 1  # of what is told; another number is another form of it
-VERSION = PACK_VERSION
-BODY_BYTES = 1024  # of a request: the ids of eight cards take a third of it
+BODY_BYTES = 1024  # of a request: ten times what it needs
 LOOK_SECONDS = 1.0  # the longest that an answer waits for the driver to tell of the cards
+FIRST_LOOK_SECONDS = 4.0  # while nothing is known of them yet: an idle driver wakes each card first
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -64,7 +65,7 @@ def add_to(
     async def state(_request: web.Request) -> web.Response:
         """Devices, groups, incidents and the last run, from what is known. Read-only; takes no parameters."""
         await cards.be_fresh()
-        told = {"api": API, "version": VERSION, "comfyui": comfyui, "time": round(time.time(), 3)}
+        told = {"api": API, "version": PACK_VERSION, "comfyui": comfyui, "time": round(time.time(), 3)}
         text = fitted({**told, **GROUPS.state(_wall())})
         return web.Response(body=text, content_type="application/json", headers={"Cache-Control": "no-store"})
 
@@ -99,15 +100,22 @@ class Looks:
         if self._look is None or self._look.done():
             if not GROUPS.cards.stale:
                 return
-            self._look = asyncio.get_running_loop().run_in_executor(None, _look_at_cards)
-        await asyncio.wait({self._look}, timeout=LOOK_SECONDS)
+            loop = asyncio.get_running_loop()
+            self._look = loop.create_future()
+            # A daemon: a server that ends would wait for any other thread, and a driver that hangs does not end.
+            threading.Thread(
+                target=_look_at_cards, args=(loop, self._look), name="sharded-cards", daemon=True
+            ).start()
+        await asyncio.wait({self._look}, timeout=LOOK_SECONDS if GROUPS.cards.known else FIRST_LOOK_SECONDS)
 
 
-def _look_at_cards() -> None:
+def _look_at_cards(loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:
     try:
         GROUPS.look_at_cards()
     except Exception:  # of a driver: what is known stays
         log.exception("Looking at the cards failed.")
+    with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+        loop.call_soon_threadsafe(done.set_result, None)
 
 
 def incident_data(incident: Incident) -> dict[str, Any]:
@@ -210,6 +218,7 @@ def _act(group: WorkerGroup, action: Action) -> None:
         group.stop("Stopped by request.")
         return
     with group.unless_busy() as free:
+        told = GROUPS.journal.incidents  # others as soon as the group itself says what went wrong
         if not free:  # a workflow was quicker
             _say_failed(group, action, "The group is busy: a workflow was quicker.")
             return
@@ -218,10 +227,11 @@ def _act(group: WorkerGroup, action: Action) -> None:
                 GROUPS.restore(group)
                 return
             kept = GROUPS.park(group)
-            if group.alive:
+            if group.alive and GROUPS.journal.incidents is told:
                 GROUPS.note_not_kept(group, [name for name, in_ram in kept.items() if not in_ram])
         except RankError as error:
-            _say_failed(group, action, str(error))
+            if error.kind != "stopped" and GROUPS.journal.incidents is told:
+                _say_failed(group, action, str(error))
 
 
 def _say_failed(group: WorkerGroup, action: Action, reason: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from .room import Situation, available, held_dtype, largest, place, rank_bytes, too_small, usable
-from .spec import AXES, Device, Layout, ParallelSpec, Refusal, divide
+from .spec import AXES, Device, Layout, ParallelSpec, Refusal, divide, in_gigabytes
 from .verified import CONTEXT_CLASSES, TENSOR_CLASSES
 
 _NOT_BUILT = {
@@ -133,8 +133,8 @@ def _without_room(situation: Situation, spec: ParallelSpec) -> Problem | None:
         return None
     card, need = too_small(situation, placed.spec, placed.devices)[0]
     return (
-        f"{spec.describe()} needs {need / 2**30:.1f} GB for the weights of one rank; {card.label} "
-        f"has {card.total_bytes / 2**30:.1f} GB{_taken(card)}.",
+        f"{spec.describe()} needs {in_gigabytes(need)} for the weights of one rank; {card.label} "
+        f"has {in_gigabytes(card.total_bytes)}{_taken(card)}.",
         "A rank's weights stay on its card and may take 85 % of it: the pictures need the rest.",
     )
 

@@ -3,7 +3,8 @@
     Load, Sample, Decode ...   one call each: their progress frames count bytes, steps, images
     Forward                    one step of a stock sampler, or a part of one; a run of them is one sampling
 
-Written by the thread that holds the group, read by any other: what is read is replaced as a whole.
+Written by the thread that holds the group, only the peak by those that hear ranks; read by any other. A meter is
+replaced as a whole, a run is added to.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Meter:
             "phase": self.phase,
             "done": self.done,
             "total": self.total,
-            "per_second": _rounded(self.per_second, 3),
-            "left": _rounded(self.left(now), 1),
+            "per_second": rounded(self.per_second, 3),
+            "left": rounded(self.left(now), 1),
             "unit": self.unit,
         }
 
@@ -122,12 +123,12 @@ class Run:
         sampling = self.sampling
         took = sampling.ended - sampling.began if sampling and sampling.ended is not None else None
         return {
-            "load": _rounded(self.load, 2),
-            "encode": _rounded(self.encode, 2),
+            "load": rounded(self.load, 2),
+            "encode": rounded(self.encode, 2),
             "steps": sampling.completed if sampling else None,
             "unit": sampling.unit if sampling else "steps",
-            "sampling": _rounded(took, 2),
-            "decode": _rounded(self.decode, 2),
+            "sampling": rounded(took, 2),
+            "decode": rounded(self.decode, 2),
             "step_seconds": thinned(sampling.seconds if sampling else (), STEPS_TOLD),
             "peak": self.peak,
             "slot": self.slot,
@@ -144,7 +145,8 @@ def thinned(numbers: Sequence[float], most: int) -> list[float]:
     return [round(sum(part) / len(part), 4) for part in parts]
 
 
-def _rounded(number: float | None, digits: int) -> float | None:
+def rounded(number: float | None, digits: int) -> float | None:
+    """`number` in few characters; None, which is unknown, stays that."""
     return None if number is None else round(number, digits)
 
 
@@ -189,8 +191,8 @@ class Activity:
 
     @property
     def step_seconds(self) -> float | None:
-        sampling = self.run.sampling if self.run else None
-        return sampling.usual if sampling and self.meter and self.meter.phase == "sampling" else None
+        meter, sampling = self.meter, self.run.sampling if self.run else None
+        return sampling.usual if sampling and meter and meter.phase == "sampling" else None
 
     def progress(self) -> dict[str, Any] | None:
         meter = self.meter
@@ -227,19 +229,20 @@ class Activity:
     def end(self, *, well: bool) -> None:
         """The running request has ended, `well` or not."""
         now, name, run = self._clock(), self._name, self.run
-        self._name = ""
-        if run is None or name not in ("load", "encode", "sample", "forward", "decode"):
-            return
-        took = now - self._began
-        if name == "forward":
+        if run is not None and name == "forward":
             self._end_forward(run.sampling, well, now)
-            return
-        self.meter = None
-        if not well:
-            return
+        elif run is not None and name in ("load", "encode", "sample", "decode"):
+            self.meter = None
+            if well:
+                self._note(run, name, now)
+        self._name = ""  # last: until then it runs, or between two steps it would seem to be over
+
+    def _note(self, run: Run, name: str, now: float) -> None:
+        """What a request of that name took."""
+        took = now - self._began
         if name == "sample":
-            if run.sampling is not None:
-                run.sampling.ended = now
+            assert run.sampling is not None
+            run.sampling.ended = now
         elif name == "load":
             run.load = took
         else:

@@ -5,13 +5,13 @@ The driver is asked at most once in two seconds, in whatever thread calls `look`
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from . import nvml
 from .devices import physical_cards
 from .holders import Card, Holder, card_memory
 from .leftovers import sees_all_processes
@@ -50,13 +50,18 @@ class Cards:
         self.seen: tuple[Seen, ...] = ()
 
     @property
+    def known(self) -> bool:
+        """Whether the driver has ever answered, if only that there are none."""
+        return self._looked_at is not None
+
+    @property
     def stale(self) -> bool:
         """Whether it is time to look again."""
         return self._looked_at is None or self._clock() - self._looked_at >= FRESH_SECONDS
 
     def look(self, ranks: frozenset[int]) -> None:
         """Ask the driver; may take as long as it likes. `ranks` are the pids of ours. One thread at a time."""
-        with _driver_open():
+        with nvml.opened():  # over all questions: opening it is most of their price
             now = self._clock()
             if self._listed_at is None or now - self._listed_at >= LIST_SECONDS:
                 self._listed, self._listed_at = self._cards(), now
@@ -81,20 +86,3 @@ class Cards:
             display=card.display,
             others=tuple(others[:OTHERS_TOLD]),
         )
-
-
-@contextlib.contextmanager
-def _driver_open() -> Iterator[None]:
-    """Keep the driver's library open over several questions: opening it is most of their price."""
-    try:
-        import pynvml as nvml
-
-        nvml.nvmlInit()
-    except Exception:  # no library, no driver: whoever asks finds that out too
-        yield
-        return
-    try:
-        yield
-    finally:
-        with contextlib.suppress(Exception):
-            nvml.nvmlShutdown()

@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import logging
 import os
 import threading
 import time
@@ -54,6 +53,7 @@ from .spec import (
     Request,
     SlotInfo,
     Stats,
+    describe_devices,
 )
 from .state import GroupState, StateMachine, memory_lines
 
@@ -78,14 +78,11 @@ __all__ = [
     "incident_as_data",
 ]
 
-log = logging.getLogger("comfyui-sharded")
-
 PACK_VERSION = launch.pack_version()
 START_SECONDS = 60.0
 GRACE_SECONDS = 3.0  # for the other ranks, after one has failed
 FAILED_SECONDS = 0.5  # for another rank to be found dead, after one has failed while the group starts
 PAUSE_SECONDS = 0.2  # between calls, after which ranks are looked at again
-ID_CHARACTERS = 64
 IN_USE_SECONDS = 30.0  # after its last use in a run, which may need it again
 LET_GO_SECONDS = 10.0  # for whoever holds a group that was stopped to let go of it
 
@@ -115,10 +112,8 @@ class WorkerGroup:
         self._answered = 0.0  # when the last call ended, by the monotonic clock
         self.used_at = time.monotonic()  # when a slot was last used
         self._stop = ""  # why all has to end, until whoever holds the group has heard of it
-        self._run, self._stopped_run = (
-            "",
-            "",
-        )  # the host's run that used it last, and the last that was stopped
+        self._run = ""  # the host's run that used it last
+        self._stopped_run = ""  # the last that was stopped
         self._untold: int | None = None  # a rank found dead, of which no error tells
 
     # ---- life
@@ -218,10 +213,10 @@ class WorkerGroup:
             self._await_ready(session, report, cancelled)
         except RankError as error:
             if error.kind != "stopped":
-                self._break(str(error).partition("\n")[0])
+                self._break(str(error))
             raise
         except BaseException as error:  # a cancel, or what the host's progress bar raises
-            self.close(str(error).partition("\n")[0])
+            self.close(incidents.one_line(str(error)))
             raise
         finally:
             self.activity.started()
@@ -249,8 +244,9 @@ class WorkerGroup:
             elif rank < 0 and session.processes.agent_ended() is not None:
                 tail = launch.log_tail(launch.agent_log(session.directory), 25)
                 raise RankError(
-                    "torchrun ended while the group was starting.\nIts last lines say why: they are in ComfyUI's log "
-                    "and in the panel.\nQueue the prompt again to retry; Doctor (Sharded) tests what a group needs.",
+                    f"torchrun ended while the group on {describe_devices(self.devices)} was starting.\n"
+                    "Its last lines say why: they are in ComfyUI's log and in the panel.\n"
+                    "Queue the prompt again to retry; Doctor (Sharded) tests what a group needs.",
                     detail=f"Its last lines:\n{tail}",
                     kind="start",
                 )
@@ -263,9 +259,14 @@ class WorkerGroup:
                 session.write_stacks()
                 ranks = self.state.current.ranks
                 tails = "\n".join(f"{ranks[r].name}:\n{session.log_tail(r, 25)}" for r in late)
+                who = (
+                    " and ".join(ranks[r].name for r in late)
+                    if len(late) < 3
+                    else f"{len(late)} of {count} ranks"
+                )
                 raise RankError(
-                    f"Rank {', '.join(map(str, late))} of {count} was not ready after {START_SECONDS:.0f} s.\n"
-                    "Its last lines say what it waited for: they are in ComfyUI's log and in the panel.\n"
+                    f"{who} {'was' if len(late) == 1 else 'were'} not ready after {START_SECONDS:.0f} s.\n"
+                    "The last lines of the log say what was waited for: they are in ComfyUI's log and in the panel.\n"
                     "Queue the prompt again to retry; Doctor (Sharded) tests what a group needs.",
                     detail=tails,
                     rank=late[0],
@@ -345,7 +346,7 @@ class WorkerGroup:
     def _break(self, reason: str) -> None:
         """End all ranks because of what happened; the next use starts them again."""
         self._end()
-        self.state.broken(reason)
+        self.state.broken(incidents.one_line(reason))
 
     def _end(self) -> None:
         session, self._session = self._session, None
@@ -490,6 +491,7 @@ class WorkerGroup:
 
     def _raise_failures(self, session: Session, replies: int, failures: dict[int, Failure]) -> None:
         """Raise what a rank has reported, unless all of them just stopped. Ends the group if one did not answer."""
+        self._raise_if_stopped()  # what ranks report then follows from that
         real = {rank: f for rank, f in failures.items() if f.kind != "cancelled"}
         if not real:
             return
@@ -501,7 +503,7 @@ class WorkerGroup:
             self.parked.clear()
         incident = self._incident_of(error, real[rank])
         if replies + len(failures) < len(session.connections):
-            self._break(str(error).partition("\n")[0])
+            self._break(str(error))
         if incident is not None and incident.kind != "memory":
             self.journal.note(incident)
         elif isinstance(error, RankError):
@@ -648,9 +650,9 @@ def _details(state: GroupState, tail: str) -> str:
 
 
 def _id_of(devices: tuple[Device, ...]) -> str:
-    """What names the group to routes and pages: its devices, or in place of long names what only they give."""
+    """What names the group to routes and pages: its devices, or in place of cards' serial numbers what they give."""
     keys = ",".join(device.key for device in devices)
-    if len(keys) <= ID_CHARACTERS:
+    if all(device.kind == "cpu" for device in devices):
         return keys
     return f"{devices[0].kind}:{len(devices)}-{hashlib.sha256(keys.encode()).hexdigest()[:16]}"
 

@@ -18,7 +18,19 @@ from typing import Any
 import msgspec
 
 from .holders import Card, card_memory
-from .spec import Decode, Device, Encode, Failure, Memory, RankError, RankOutOfMemory, Request, Sample
+from .host_memory import host_memory
+from .spec import (
+    Decode,
+    Device,
+    Encode,
+    Failure,
+    Memory,
+    RankError,
+    RankOutOfMemory,
+    Request,
+    Sample,
+    readable_bytes,
+)
 
 FAILURES_ALLOWED = 3  # in a row, of one request
 PAUSE_SECONDS = 120.0  # after them: a queue of the same request ends at once meanwhile
@@ -127,8 +139,8 @@ class Retries:
 
     def forget(self, slot: str | None = None) -> None:
         """Begin anew with a slot, or with everything: something was done about it."""
-        for key in [key for key in self._records if slot is None or key[0] == slot]:
-            del self._records[key]
+        for key in [key for key in list(self._records) if slot is None or key[0] == slot]:
+            self._records.pop(key, None)  # another thread may note one meanwhile
 
     def _note_failure(self, work: Work, error: RankError, devices: Sequence[Device]) -> None:
         key = work.slot, work.doing
@@ -167,7 +179,7 @@ class Retries:
 
 def _begin(work: Work) -> str:
     sizes = " and ".join("x".join(map(str, size)) for size in work.sizes)
-    return f"{work.doing.capitalize()}{f' ({sizes})' if sizes else ''} with {work.slot}"
+    return f"{work.doing.capitalize()}{f' ({sizes})' if sizes else ''} with {work.slot.rpartition('-')[0] or work.slot}"
 
 
 def _when_again(seconds: float) -> str:
@@ -194,7 +206,7 @@ def _remedies(failures: Sequence[Failed], devices: Sequence[Device]) -> Iterator
     kind = Counter(one.kind for one in failures).most_common(1)[0][0]
     yield _REMEDIES.get(kind, _REMEDIES["failed"])
     if kind == "died":
-        yield host_memory()
+        yield host_memory_now()
 
 
 _REMEDIES = {
@@ -210,11 +222,9 @@ _REMEDIES = {
 }
 
 
-def host_memory() -> str:
-    import psutil  # when it is wanted: ComfyUI's start does without
-
-    memory = psutil.virtual_memory()
-    return f"Host RAM now: {_size(memory.available)} of {_size(memory.total)} can be taken."
+def host_memory_now() -> str:
+    total, available = host_memory().room
+    return f"Host RAM now: {readable_bytes(available)} of {readable_bytes(total)} can be taken."
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -284,7 +294,7 @@ def innermost(traceback: str) -> str:
 def who_holds(device: Device, memory: Memory, card: Card | None) -> str:
     """Where a device's memory is, in a sentence or two."""
     if device.kind != "cuda":
-        return host_memory()
+        return host_memory_now()
     if card is None or not card.holders:
         return f"{device.label}: {_without_list(memory, card)}"
     told = [f"{one.name or 'another process'} (pid {one.pid}) {_size(one.nbytes)}" for one in card.holders]
@@ -308,6 +318,4 @@ def _without_list(memory: Memory, card: Card | None) -> str:
 
 
 def _size(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "of unknown size"
-    return f"{nbytes / 2**30:.1f} GB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MB"
+    return "of unknown size" if nbytes is None else readable_bytes(nbytes)

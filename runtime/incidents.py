@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from .doctor.privacy import anonymous
+from .spec import readable_bytes
 
 Kind = Literal["died", "silent", "stuck", "memory", "failed", "start", "layout", "restarted", "action"]
 DETAIL_CHARACTERS = 1500
@@ -65,7 +66,7 @@ def lost(
         said = f"made no progress for {params.seconds or 0:.0f} s"
     elif kind == "memory":
         title = f"Rank {rank} ran out of memory"
-        said = f"wanted {_size(params.wanted)} more" if params.wanted else "had no room left"
+        said = f"wanted {readable_bytes(params.wanted)} more" if params.wanted else "had no room left"
     return Incident(
         group=group,
         kind=kind,
@@ -157,13 +158,10 @@ def short(detail: str) -> str:
     """`detail` without private data, in DETAIL_CHARACTERS at most: its beginning and its end."""
     text = detail.strip()
     if len(text) > 3 * DETAIL_CHARACTERS:  # most of a long log is not worth reading through
-        text = f"{text[:DETAIL_CHARACTERS]}\n{text[-2 * DETAIL_CHARACTERS :]}"
+        head, tail = text[:DETAIL_CHARACTERS], text[-2 * DETAIL_CHARACTERS :]
+        # In whole lines: nobody knows half a path or half a name for what it is.
+        text = head[: head.rfind("\n") + 1] + tail[tail.find("\n") + 1 :]
     text = anonymous(text)
     if len(text) <= DETAIL_CHARACTERS:
         return text
     return f"{text[:_HEAD]}\n…\n{text[_HEAD + 3 - DETAIL_CHARACTERS :]}"
-
-
-def _size(nbytes: int | None) -> str:
-    nbytes = nbytes or 0
-    return f"{nbytes / 2**30:.1f} GB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MB"

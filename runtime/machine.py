@@ -22,7 +22,7 @@ import msgspec
 
 from . import environment
 from .devices import driver_version
-from .spec import Device, RankError
+from .spec import Device, RankError, describe_devices
 
 log = logging.getLogger("comfyui-sharded")
 
@@ -109,16 +109,16 @@ def first_that_works(devices: Sequence[Device], attempt: Callable[[Setting], T])
         elif setting.variables:
             log.info("The cards work %s (%s), as found earlier.", setting.words, setting.assignments)
         return result
-    raise _all_failed(failed)
+    raise _all_failed(devices, failed)
 
 
-def _all_failed(failed: Sequence[tuple[Setting, RankError]]) -> RankError:
+def _all_failed(devices: Sequence[Device], failed: Sequence[tuple[Setting, RankError]]) -> RankError:
     last = failed[-1][1]
     if len(failed) == 1:
         return last
     lines = "\n".join(f"- {setting.words}: {_first_line(error)}" for setting, error in failed)
     return RankError(
-        f"The cards do not reach each other in any of {len(failed)} ways.\n"
+        f"{describe_devices(devices)} do not reach each other in any of {len(failed)} ways.\n"
         f"The last time: {_first_line(last)}\n"
         "Doctor (Sharded) tests the links between the cards; works instead: one of them, by its number in devices.",
         detail=f"{lines}\n\n{last.whole}",

@@ -123,8 +123,8 @@ def smaller_advice(wanted: Wanted, layout: Layout, others: Sequence[Layout]) -> 
     told = [f"{one.spec.describe()} ({size:.1f} GB)" for one, size in zip(others, sizes[1:], strict=False)]
     by_itself = "" if wanted.may_change else " Any strategy but manual tries that by itself."
     return (
-        f"Less memory is needed by {', or '.join(told)}: that is, of weights on a rank; "
-        f"{here} has {sizes[0]:.1f} GB.{by_itself}"
+        f"Less memory is needed by {', or '.join(told)}; in brackets the weights on a rank, {sizes[0]:.1f} GB in "
+        f"{here}.{by_itself}"
     )
 
 

@@ -85,30 +85,31 @@ class Registry:
     def park(self, group: WorkerGroup, by: str = "user") -> dict[str, bool]:
         """Take every model off the group's devices, as wanted `by` "user", or by the group itself: "idle".
 
-        By name: whether it is in host RAM, or will be read again.
+        By name: whether it is in host RAM, or will be read again. What nobody holds any more just goes.
         """
+        kept = {}
         with group._lock:
-            names = list(group.slots)
-            for name in names:
+            for name in list(group.slots):
                 slot = self._slots.get(name)
-                if slot is None:  # nobody holds it any more
+                if slot is None:
                     unload(group, name)
                 else:
                     slot.park(by)
-            return {name: name in group.parked for name in names}
+                    kept[name] = name in group.parked
+        return kept
 
     def cannot_restore(self, group: WorkerGroup) -> Hindrance | None:
         """Why what a group has parked cannot go back to its devices now; None if it can."""
         if not group.alive or not group.parked:
             return Hindrance("nothing_parked", "Nothing is parked there.")
         nbytes = sum(info.weight_bytes for info in group.parked.values())
-        for rank in group.snapshot()["ranks"]:
-            used, total = rank["memory"]["device_used"], rank["memory"]["device_total"]
-            if total and total - (used or 0) < nbytes * 1.1:
+        for rank in group.state.current.ranks:
+            used, total, label = rank.memory.device_used, rank.memory.device_total, rank.device.label
+            if used is not None and total is not None and total - used < nbytes * 1.1:
                 return Hindrance(
                     "no_room",
-                    f"{rank['label']} has no room for it now. The next workflow that needs it makes room.",
-                    rank["label"],
+                    f"{label} has no room for it now. The next workflow that needs it makes room.",
+                    label,
                 )
         return None
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .activity import rounded
 from .cards import Cards, Seen
 from .devices import CPU_SLOTS, cpu_devices, default_cpu_ranks
+from .host_memory import host_memory
 from .incidents import Incident
 from .spec import Device
 from .state import as_data
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from .journal import Journal
 
 LIMIT_BYTES = 8192
+_MOVING = ("loading", "restoring", "parking", "unloading")  # nothing is computed: all there is are weights
 Data = dict[str, Any]
 
 
@@ -42,7 +45,7 @@ def state(journal: Journal, groups: Sequence[WorkerGroup], cards: Cards, wall: f
 
 def news(journal: Journal, groups: Sequence[WorkerGroup]) -> tuple[Data, float]:
     """What an event tells, and for how many seconds it stays so by itself: 0.0 is until something happens."""
-    told = []
+    seq, told = journal.seq, []  # first: what changes meanwhile has another number
     for group in groups:
         current, stage = group.state.current, group.stage
         # Between two steps of a stock sampler it is ready for a moment: that is no news.
@@ -61,7 +64,7 @@ def news(journal: Journal, groups: Sequence[WorkerGroup]) -> tuple[Data, float]:
             }
         )
     open_for = max((group.activity.open_for for group in groups), default=0.0)
-    return {"server": journal.server, "seq": journal.seq, "groups": told}, open_for
+    return {"server": journal.server, "seq": seq, "groups": told}, open_for
 
 
 def incident_as_data(incident: Incident, wall: float) -> Data:
@@ -99,10 +102,10 @@ def group_as_data(group: WorkerGroup, agent_pid: int | None) -> Data:
         "slots": list(_slots(group)) if group.alive else [],
         "degrees": _degrees(group, current.slot),
         "progress": progress,
-        "step_seconds": _rounded(activity.step_seconds, 4) if stage == "sampling" else None,
+        "step_seconds": rounded(activity.step_seconds, 4) if stage == "sampling" else None,
         "idle": round(time.monotonic() - group.used_at, 1) if stage in ("ready", "parked") else None,
         "parked_by": group.parked_by,
-        "start_seconds": _rounded(group.start_seconds, 2),
+        "start_seconds": rounded(group.start_seconds, 2),
         "stopping": group.stopping,
     }
 
@@ -118,7 +121,7 @@ def _slots(group: WorkerGroup) -> Iterable[Data]:
                 "weight_bytes": info.weight_bytes,
                 "total_bytes": sum(group.sizes.get(name, (info.weight_bytes,))),
                 "load_seconds": round(info.seconds, 2),
-                "restore_seconds": _rounded(group.restore_seconds.get(name), 2),
+                "restore_seconds": rounded(group.restore_seconds.get(name), 2),
             }
 
 
@@ -130,30 +133,24 @@ def _degrees(group: WorkerGroup, at_work: str) -> dict[str, int]:
     return {}
 
 
-def _rounded(number: float | None, digits: int) -> float | None:
-    return None if number is None else round(number, digits)
-
-
 # --------------------------------------------------------------------------------------------------------------
 # The devices
 
 
 def devices_as_data(seen: Sequence[Seen], groups: Sequence[WorkerGroup]) -> list[Data]:
     """The cards; and CPU "devices" where a group runs on them, or where there are no cards."""
-    owners = {
-        device.key: (group, rank)
-        for group in groups
-        if group.alive or group.state.current.phase == "starting"
-        for rank, device in enumerate(group.devices)
-    }
+    running = [group for group in groups if group.alive or group.state.current.phase == "starting"]
+    owners = {device.key: (group, rank) for group in running for rank, device in enumerate(group.devices)}
     now = time.monotonic()
     rows = [_card(one, owners.get(one.device.key), now) for one in seen]
-    on_cpu = [device for group in groups for device in group.devices if device.kind == "cpu"]
+    on_cpu = {device for group in running for device in group.devices if device.kind == "cpu"}
     if not on_cpu and not seen:
-        on_cpu = list(cpu_devices(default_cpu_ranks()))
-    total, used = _host_memory() if on_cpu else (None, None)
-    for device in sorted({device.index: device for device in on_cpu}.values(), key=lambda one: one.index):
-        rows.append(_row(device, owners.get(device.key), total, used) | {"display": False, "age": 0.0})
+        on_cpu = set(cpu_devices(default_cpu_ranks()))
+    if on_cpu:
+        total, available = host_memory().room
+        for device in sorted(on_cpu, key=lambda one: one.index):
+            row = _row(device, owners.get(device.key), total, total - available)
+            rows.append(row | {"display": False, "age": 0.0})
     return rows
 
 
@@ -197,15 +194,10 @@ def _ours(group: WorkerGroup, rank: int) -> tuple[int | None, int | None]:
         return held, None
     if memory.reserved is None:
         return (None, None) if group.slots else (held, None)
-    weights = min(held, memory.weights if memory.weights is not None else held)
+    weights = memory.weights if memory.weights is not None else held
+    if group.state.current.doing not in _MOVING:
+        weights = min(held, weights)
     return weights, max(0, memory.reserved - weights)
-
-
-def _host_memory() -> tuple[int | None, int | None]:
-    import psutil  # when it is wanted: ComfyUI's start does without
-
-    memory = psutil.virtual_memory()
-    return memory.total, memory.total - memory.available
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -229,6 +221,19 @@ def _without_old_details(data: Data, _excess: int) -> Data:
     return {**data, "incidents": [newest, *({**one, "detail": ""} for one in older)]}
 
 
+def _without_others(data: Data, _excess: int) -> Data:
+    return {**data, "devices": [{**one, "others": one["others"][:1]} for one in data["devices"]]}
+
+
+def _without_repeats(data: Data, _excess: int) -> Data:
+    """A device's memory is told with the device too, and what lies in host RAM is for reports of errors only."""
+
+    def cut(rank: Data) -> Data:
+        return {**rank, "memory": {name: rank["memory"][name] for name in ("weights", "reserved")}}
+
+    return _with_groups(data, lambda one: {**one, "ranks": [cut(rank) for rank in one["ranks"]]})
+
+
 def _with_shorter_detail(data: Data, excess: int) -> Data:
     """Of the newest incident the end stays, which says what was last."""
     if not data["incidents"]:
@@ -241,25 +246,12 @@ def _with_shorter_detail(data: Data, excess: int) -> Data:
     return {**data, "incidents": [{**newest, "detail": detail}, *older]}
 
 
-def _without_others(data: Data, _excess: int) -> Data:
-    return {**data, "devices": [{**one, "others": one["others"][:1]} for one in data["devices"]]}
-
-
-def _without_repeats(data: Data, _excess: int) -> Data:
-    """A device's memory is told with the device too, and what lies in host RAM is for reports of errors only."""
-
-    def cut(rank: Data) -> Data:
-        return {**rank, "memory": {name: rank["memory"][name] for name in ("weights", "reserved")}}
-
-    groups = [{**one, "ranks": [cut(rank) for rank in one["ranks"]]} for one in data["groups"]]
-    return {**data, "groups": groups, "devices": [{**one, "peers": None} for one in data["devices"]]}
-
-
 def _with_short_names(most: int) -> Callable[[Data, int], Data]:
-    """Cuts every text but those that the page sends back or compares: ids and keys."""
+    """Cuts every text but those that the page sends back or compares: ids and keys. Its own words have 12 letters."""
 
     def cut(data: Data, _excess: int) -> Data:
-        return _mapped(data, most)
+        incidents = [{**one, "device": _mapped(one["device"], most)} for one in data["incidents"]]  # a label
+        return _mapped({**data, "incidents": incidents}, most)
 
     return cut
 
@@ -282,17 +274,38 @@ def _without_steps(data: Data, _excess: int) -> Data:
     return {**data, "last_run": run and {**run, "step_seconds": []}, "incidents": data["incidents"][:1]}
 
 
-def _with_few_slots(data: Data, _excess: int) -> Data:
-    """The groups that run, and a handful of slots; one more than that is beyond any machine that is known."""
-    run = [one for one in data["groups"] if one["state"] not in ("stopped", "broken")]
-    groups = (run or data["groups"])[:2]
-    return {**data, "groups": [{**one, "slots": one["slots"][:4]} for one in groups]}
+def _without_figures(data: Data, _excess: int) -> Data:
+    """Devices tell the memory of their ranks, and a slot's layout is there in words."""
+
+    def cut(group: Data) -> Data:
+        ranks = [{**one, "memory": {}} for one in group["ranks"]]
+        return {**group, "ranks": ranks, "slots": [{**one, "degrees": {}} for one in group["slots"]]}
+
+    devices = [{**one, "peers": None, "others": []} for one in data["devices"]]
+    return {**_with_groups(data, cut), "devices": devices}
 
 
-def _bare(data: Data, _excess: int) -> Data:
-    groups = [{**one, "slots": one["slots"][:2]} for one in data["groups"][:1]]
-    devices = [{**one, "others": []} for one in data["devices"][:8]]
-    return {**data, "incidents": [], "groups": groups, "devices": devices}
+def _with_few_slots(most: int) -> Callable[[Data, int], Data]:
+    """The groups that run, if any does, and of each so many slots."""
+
+    def cut(data: Data, _excess: int) -> Data:
+        running = [one for one in data["groups"] if one["state"] not in ("stopped", "broken")]
+        data = {**data, "groups": running or data["groups"]}
+        return _with_groups(data, lambda one: {**one, "slots": one["slots"][:most]})
+
+    return cut
+
+
+def _with_few_groups(data: Data, excess: int) -> Data:
+    """As many groups as there is room for, and no incident: beyond any machine that is known."""
+    groups = list(data["groups"])
+    while len(groups) > 1 and excess > 0:
+        excess -= len(msgspec.json.encode(groups.pop()))
+    return {**data, "incidents": [], "groups": groups, "devices": data["devices"][:16]}
+
+
+def _with_groups(data: Data, cut: Callable[[Data], Data]) -> Data:
+    return {**data, "groups": [cut(one) for one in data["groups"]]}
 
 
 _CUTS = (
@@ -302,8 +315,10 @@ _CUTS = (
     _with_shorter_detail,
     _with_short_names(80),
     _without_steps,
-    _with_few_slots,
-    _with_short_names(24),
-    _bare,
-    _with_short_names(8),
+    _without_figures,
+    _with_few_slots(4),
+    _with_short_names(40),
+    _with_few_slots(1),
+    _with_short_names(16),
+    _with_few_groups,
 )

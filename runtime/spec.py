@@ -231,6 +231,16 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
+def in_gigabytes(nbytes: int) -> str:
+    """A size as ComfyUI writes it: GB are 2**30 bytes."""
+    return f"{nbytes / 2**30:.1f} GB"
+
+
+def readable_bytes(nbytes: int) -> str:
+    """A size that may be small: MB, which are 2**20 bytes, below a GB."""
+    return in_gigabytes(nbytes) if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MB"
+
+
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """A layout that was accepted for a model: one device per rank, and the reason in a sentence."""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .spec import Device, Heartbeat, Memory
+from .spec import Device, Heartbeat, Memory, in_gigabytes
 from .supervision import Suspicion
 
 log = logging.getLogger("comfyui-sharded")
@@ -92,7 +92,7 @@ class StateMachine:
     """Holds the current state of one group. Thread-safe; the only place where it changes."""
 
     def __init__(self, devices: tuple[Device, ...], on_memory: Callable[[Memory], None] | None = None):
-        """`on_memory` is called with the memory that any rank tells."""
+        """`on_memory` is called with the memory that any rank tells, by one thread at a time."""
         self._on_memory = on_memory
         self._lock = threading.RLock()
         self._listeners: list[Listener] = []
@@ -172,8 +172,8 @@ class StateMachine:
             self._change(rank, heard=now, heartbeat=heartbeat)
             if self._current.warming != before:
                 self._enter(self._current)
-        if self._on_memory is not None:
-            self._on_memory(heartbeat.memory)
+            if self._on_memory is not None:
+                self._on_memory(heartbeat.memory)
 
     def rank_lost(self, rank: int, why: str) -> None:
         """A rank is gone. A group that was idle is broken by it; who runs a call says himself what became of it."""
@@ -256,13 +256,9 @@ def memory_lines(state: GroupState) -> str:
 def _memory_words(memory: Memory) -> list[str]:
     words = []
     if memory.device_used is not None and memory.device_total is not None:
-        words.append(f"device {_gib(memory.device_used)} of {_gib(memory.device_total)} GB used")
+        words.append(f"device {memory.device_used / 2**30:.1f} of {in_gigabytes(memory.device_total)} used")
     if memory.weights is not None:
-        words.append(f"{_gib(memory.weights)} GB of it by this rank's tensors")
+        words.append(f"{in_gigabytes(memory.weights)} of it by this rank's tensors")
     if memory.host is not None:
-        words.append(f"{_gib(memory.host)} GB of host RAM")
+        words.append(f"{in_gigabytes(memory.host)} of host RAM")
     return words
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f}"

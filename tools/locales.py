@@ -39,7 +39,12 @@ def _texts(info: Mapping[str, Any]) -> dict[str, Any]:
             name: {"name": spec[1].get("display_name") or name, "tooltip": spec[1]["tooltip"]}
             for name, spec in inputs.items()
         },
-        "outputs": {str(index): {"name": name} for index, name in enumerate(info["output_name"])},
+        "outputs": {
+            str(index): {"name": name, "tooltip": tooltip}
+            for index, (name, tooltip) in enumerate(
+                zip(info["output_name"], info["output_tooltips"], strict=True)
+            )
+        },
     }
 
 

@@ -1,7 +1,7 @@
 """What tests of the page need besides the environment: releases of ComfyUI's frontend, and axe-core, the auditor.
 
-Both come from their registries under a pinned version and hash, once, into `.cache/`. Nothing of them is committed, and
-neither is a dependency of the pack.
+Both come from their registries under a pinned version and hash, once, into `.cache/`: `python -m tools.page_parts`
+fetches what is missing. Nothing of them is committed, and neither is a dependency of the pack.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ FETCH_SECONDS = 300
 
 class PartError(RuntimeError):
     """A part could not be fetched, or is not the one that was pinned; the message says what to do."""
+
+
+def main() -> None:
+    try:
+        for part in (*map(frontend, FRONTEND_SHA256), axe_core()):
+            print(part)
+    except PartError as error:
+        raise SystemExit(str(error)) from None
 
 
 def frontend(version: str) -> Path:
@@ -130,3 +138,7 @@ def _only_file(folder: Path, pattern: str, sha256: str) -> Path:
     if digest != sha256:
         raise PartError(f"{files[0].name} has sha256 {digest}, expected {sha256}")
     return files[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -26,15 +26,14 @@ function allow(button, why, text = button.firstChild.data) {
   attribute(button, "title", why || null);
 }
 
-const onPress = (button, press) =>
-  button.addEventListener("click", () => button.getAttribute("aria-disabled") || press());
+const onPress = (button, press) => button.addEventListener("click", () => button.getAttribute("aria-disabled") || press());
 
 export class Panel {
   constructor(seam, view, wordsOf, html, version) {
     Object.assign(this, { seam, view, wordsOf, version, templates: new DOMParser().parseFromString(html, "text/html") });
-    Object.assign(this, { state: null, trouble: "asking", seq: -1, asking: false, asked: 0, answered: 0 });
+    Object.assign(this, { state: null, trouble: "asking", seq: -1, asking: false, asked: 0, due: 0, answered: 0 });
     Object.assign(this, { seen: new Set(), unread: false, stalled: false }); // incidents, and what the tab's mark is for
-    Object.assign(this, { pending: new Map(), refusals: new Map() }); // by group: what was asked of it and is not done yet
+    Object.assign(this, { parents: new Set(), pending: new Map(), refusals: new Map() }); // by group: asked, refused
   }
 
   get w() {
@@ -44,43 +43,46 @@ export class Panel {
   }
 
   get open() { return this.timer !== undefined; }
-  wake() { this.asked = 0; } // an open panel asks with its next tick
-  fail(trouble) { this.trouble = trouble; this.draw(); }
-  mark() { this.seam.badge(this.unread || (this.stalled && !this.open) ? "!" : ""); }
+  wake() { this.due = 0; } // an open panel asks with its next tick
+  fail(trouble) { this.trouble = trouble; this.mark({ stalled: false }); this.draw(); }
+  mark(changes) { Object.assign(this, changes).seam.badge(this.unread || (this.stalled && !this.open) ? "!" : ""); }
 
   /** ComfyUI calls this more than once, also with an element that still holds another tab. */
   show(parent) {
     if (this.built !== this.w.language) this.build();
     if (parent.firstChild !== this.root || parent.children.length > 1) parent.replaceChildren(this.root);
+    this.parents.add(parent);
     (this.others ??= new MutationObserver(() => this.tick())).observe(parent, { childList: true });
     this.timer ??= setInterval(() => this.tick(), 250);
     if (Date.now() - this.answered > PATIENCE) this.trouble = "asking";
-    this.unread = false;
-    queueMicrotask(() => { // not while ComfyUI draws: it would draw again for everything that is read here
-      this.mark();
-      this.draw();
-      this.tick();
-    });
+    // Not while ComfyUI draws: it would draw again for everything that is read here.
+    queueMicrotask(() => (this.draw(), this.tick()));
   }
 
   hide() {
     if (!this.open) return;
+    // App Mode has an element of its own for the same tab: the other is still there when it goes.
+    const left = [...this.parents].find((one) => one.isConnected && !one.contains(this.root));
+    if (left && this.seam.tabIsOpen()) return this.show(left);
     this.timer = clearInterval(this.timer);
     this.others.disconnect();
+    this.parents.clear();
+    this.dialog.close(); // or it would come back open, and not as a dialog
     this.root.remove();
   }
 
   tick() {
     if (!this.open) return;
     if (!this.root.isConnected || !this.seam.tabIsOpen()) return this.hide();
-    const now = Date.now();
+    const now = performance.now(), visible = !document.hidden && this.root.checkVisibility();
     if (this.asking && now - this.asked > PATIENCE) this.fail("offline");
-    if (!document.hidden && !this.asking && now - this.asked >= POLL) this.ask();
+    if (visible && !this.asking && now >= this.due) this.ask();
+    this.mark({ unread: this.unread && !visible });
     for (const [id, { until }] of this.refusals) if (now > until && this.refusals.delete(id)) this.draw();
   }
 
   async ask() {
-    Object.assign(this, { asking: true, asked: Date.now() });
+    Object.assign(this, { asking: true, asked: performance.now(), due: performance.now() + POLL });
     const answer = await this.seam.request("/sharded/state", { signal: AbortSignal.timeout(GIVE_UP) }).catch(() => null);
     const state = answer?.ok ? await answer.json().catch(() => null) : null;
     this.asking = false;
@@ -90,7 +92,8 @@ export class Panel {
 
   accept(state) {
     if (state.api !== 1 || state.version !== this.version) return this.fail("mismatch");
-    if (state.server === this.state?.server && state.seq < this.seq) return; // an event that came meanwhile is newer
+    if (state.server !== this.state?.server) this.pending.clear();
+    else if (state.seq < this.seq) return; // an event that came meanwhile is newer
     this.answered = Date.now();
     this.trouble = "";
     this.take(state);
@@ -100,20 +103,21 @@ export class Panel {
     Object.assign(this, { state, seq: state.seq });
     for (const [id, { seq, until }] of this.pending) {
       const going = state.groups.some((one) => one.id === id && (state.seq <= seq || one.state === "busy" || one.stopping));
-      if (!going || Date.now() > until) this.pending.delete(id);
+      if (!going || performance.now() > until) this.pending.delete(id);
     }
     this.draw();
   }
 
-  /** An event tells of the groups what cannot wait for the next answer. */
+  /** An event tells of the groups what cannot wait for the next answer; what it lacks of one at rest is asked for now. */
   heard({ api, server, seq, groups }) {
     if (api !== 1) return this.wake();
-    this.stalled = groups.some((one) => one.stalled);
-    this.mark();
+    this.mark({ stalled: groups.some((one) => one.stalled) });
     if (server !== this.state?.server) return this.wake();
     if (seq < this.seq || FOREIGN.includes(this.trouble)) return;
-    const merge = (one, old = NO_GROUP) => ({ ...old, ...one, idle: one.stage === old.stage ? old.idle : null,
-      stalled: one.stalled ? old.stalled : null });
+    const merge = (one, old = NO_GROUP) => {
+      if ((one.stage !== old.stage && one.state !== "busy") || (one.stalled && !old.stalled)) this.wake();
+      return { ...old, ...one, idle: one.stage === old.stage ? old.idle : null, stalled: one.stalled ? old.stalled : null };
+    };
     this.take({ ...this.state, seq, groups: groups.map((one) => merge(one, this.state.groups.find(({ id }) => id === one.id))) });
   }
 
@@ -123,18 +127,14 @@ export class Panel {
     const message = this.view.toastOf(incident, this.w), { setting } = this.seam;
     if (setting("Sharded.Notify.Problems")) this.seam.toast({ ...message, id: incident.id });
     if (message.failed && setting("Sharded.Panel.OpenOnProblem")) this.seam.openTab();
-    this.unread = !this.open || document.hidden;
-    this.mark();
-    if (!this.state) return;
-    this.state.incidents = [incident, ...this.state.incidents.filter((one) => one.id !== incident.id)].slice(0, 3);
+    this.mark({ unread: !this.open || document.hidden });
+    const others = this.state?.incidents.filter((one) => one.id !== incident.id);
+    if (others) this.state.incidents = [incident, ...others].slice(0, 3);
     this.draw();
   }
 
   /** The state for who needs it with the panel closed: asked for once, later whatever the panel has heard last. */
-  async machine() {
-    await (this.first ??= this.state ?? this.ask());
-    return this.state;
-  }
+  machine() { return Promise.resolve((this.first ??= this.state ?? this.ask())).then(() => this.state); }
 
   // ---- what the user wants
 
@@ -144,12 +144,12 @@ export class Panel {
     const text = t("stop_text", { time: seconds ? t("about", { time: span(seconds) }) : "" });
     if (action === "stop" && running && !(await this.seam.confirm(t("stop_title"), text))) return "";
     this.refusals.delete(group.id);
-    this.pending.set(group.id, { action, seq: this.seq, until: Date.now() + GIVE_UP });
+    this.pending.set(group.id, { action, seq: this.seq, until: performance.now() + GIVE_UP });
     this.draw();
     const headers = { "Content-Type": "application/json" }, body = JSON.stringify({ action, group: group.id });
     const answer = await this.seam.request("/sharded/group", { method: "POST", headers, body }).catch(() => null);
-    const reason = answer?.ok ? "" : refusal((await answer?.json().catch(() => null)) ?? { error: t("offline") });
-    if (reason) this.refusals.set(group.id, { text: reason, until: Date.now() + REFUSED }) && this.pending.delete(group.id);
+    const reason = answer?.ok ? "" : refusal((await answer?.json().catch(() => null)) ?? {}) || t("offline");
+    if (reason) this.refusals.set(group.id, { text: reason, until: performance.now() + REFUSED }) && this.pending.delete(group.id);
     this.draw();
     return reason;
   }
@@ -159,10 +159,10 @@ export class Panel {
     if (action !== "copy" || !this.open) await this.ask();
     const { w, view, seam, state, trouble } = this, groups = trouble ? [] : state.groups;
     if (action === "copy") return seam.copy(view.diagnostics(state, this.version, navigator.userAgent));
-    const say = (text) => text && seam.toast({ severity: "info", seconds: 6, title: w.t(action), text });
+    const say = (text, severity = "info", seconds = 6) => text && seam.toast({ severity, seconds, title: w.t(action), text });
     const why = groups.map((one) => view.card(one, state, w).buttons[action]);
     if (!why.includes("")) say(why.find(Boolean) ?? w.t(trouble || NOTHING[action]));
-    for (const group of groups.filter((_, at) => why[at] === "")) say(await this.act(group, action));
+    for (const group of groups.filter((_, at) => why[at] === "")) say(await this.act(group, action), "error", 10);
   }
 
   async help() {
@@ -213,6 +213,8 @@ export class Panel {
     put(parts.release, this.version);
     onPress(parts.helps, () => this.help());
     onPress(parts.close, () => this.dialog.close());
+    this.dialog.addEventListener("keydown", (event) => event.stopPropagation()); // ComfyUI takes Escape, and letters
+    this.root.addEventListener("copy", (event) => getSelection().isCollapsed || event.stopPropagation()); // and copies nodes
     this.copies(parts.copy, "copy_all", () => this.command("copy"));
     for (const name of ["memory", "slots", "run"]) {
       const section = parts[name], key = `sharded.open.${name}`;
@@ -234,8 +236,8 @@ export class Panel {
   shown() {
     const { state, trouble, w } = this;
     if (!state || FOREIGN.includes(trouble)) {
-      const line = w.t(trouble), buttons = trouble === "mismatch" ? { reload: "" } : {};
-      return [{ group: NO_GROUP, phase: trouble, line, spoken: line, more: "", buttons, cells: [], part: null }];
+      const line = w.t(trouble), spoken = trouble === "asking" ? "" : line, buttons = trouble === "mismatch" ? { reload: "" } : {};
+      return [{ group: NO_GROUP, phase: trouble, line, spoken, more: "", buttons, cells: [], part: null }];
     }
     const groups = state.groups.filter((one) => one.stage !== "stopped");
     const cards = (groups.length ? groups : [NO_GROUP]).map((group) => ({ group, ...this.view.card(group, state, w) }));
@@ -277,7 +279,8 @@ export class Panel {
     parts.details.hidden = !failure;
     if (failure) parts.details.open ||= node.told !== failure.id;
     node.told = failure?.id;
-    if (failure) put(parts.detail, language === "en" ? `${failure.text}\n${failure.detail}` : failure.detail);
+    const { kind, text, detail } = failure ?? {}, own = ["failed", "start"].includes(kind); // an error's first line
+    if (failure) put(parts.detail, own || !detail || language === "en" ? `${text}\n${detail}` : detail);
     const why = (name) => (asked && name in buttons ? doing : buttons[name]);
     attribute(parts.toggle, "data-testid", `sharded-${toggles}`);
     allow(parts.toggle, why(toggles), doing && asked !== "stop" ? doing : t(toggles));
@@ -292,8 +295,7 @@ export class Panel {
     this.fill(this.devices, devices, "device", ({ parts }, device) => {
       const row = view.memoryRow(device, groups, w);
       for (const name of ["name", "text", "holders"]) put(parts[name], row[name]);
-      attribute(parts.bar, "aria-label", row.label);
-      attribute(parts.bar, "title", row.label);
+      for (const name of ["aria-label", "title"]) attribute(parts.bar, name, row.label);
       row.shares.forEach((share, at) => attribute(parts.bar.children[at], "style", `width:${share.toFixed(1)}%`));
     }, "gpu");
     const slots = groups.flatMap((group) => group.slots).map((slot) => view.slotLine(slot, w));
@@ -301,7 +303,7 @@ export class Panel {
     for (const name of ["last", "peak", "median"]) put(this[name], told[name]);
     attribute(plot, "aria-label", median);
     attribute(plot, "style", steps.length < 2 ? "display:none" : null);
-    const x = (at) => (100 * at) / (steps.length - 1 || 1), y = (one) => 20 - (19 * one) / Math.max(...steps);
+    const x = (at) => (100 * at) / (steps.length - 1 || 1), y = (one) => 20 - (19 * one) / (Math.max(...steps) || 1);
     const points = steps.map((one, at) => `${x(at).toFixed(1)},${y(one).toFixed(1)}`);
     attribute(plot.firstElementChild, "points", ["0,20", ...points, "100,20"].join(" "));
   }

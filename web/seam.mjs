@@ -7,7 +7,7 @@ const TAB = "sharded", TEXT_WIDGET = "$$node-text-preview";
 const manager = () => app.extensionManager;
 
 export const register = (extension) => app.registerExtension(extension);
-export const listen = (type, heard) => api.addEventListener(type, (event) => heard(event.detail));
+export const listen = (type, heard) => api.addEventListener(type, (event) => heard(event.detail ?? {}));
 export const request = (path, options) => api.fetchApi(path, options);
 export const setting = (id) => manager().setting.get(id);
 export const locale = () => setting("Comfy.Locale") ?? navigator.language.split("-")[0];

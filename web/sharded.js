@@ -1,7 +1,7 @@
 // Registers what the pack adds to ComfyUI's page (declared.json): settings, commands, the tab with the panel, the layout line
 // of a Parallel Config. It also keeps saved workflows free of the text that nodes show while they run.
 
-// ComfyUI has browsers ask again for .js files only. The others go by new names, or an update would meet old ones.
+// ComfyUI has browsers ask again for .js and .css files. The others go by new names, or an update would meet old ones.
 const file = (name) => fetch(fresh(name)).then((answer) => answer.text());
 const fresh = (name) => new URL(`${name}?${Date.now()}`, import.meta.url).href;
 const [seam, { words }, view, { Panel }, texts, { version, about, settings, commands }, html] = await Promise.all([

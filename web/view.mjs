@@ -26,7 +26,7 @@ function where(labels, w) {
 /** The newest problem of a group that no later run has made history: the ranks outlive some. */
 function failureOf(group, state) {
   const found = state.incidents.find((one) => one.group === group.id && FAILURES.includes(one.kind));
-  const newest = IDLE.includes(group.stage) && known(group.idle) && found?.time >= state.time - group.idle - 1;
+  const newest = IDLE.includes(group.stage) && found?.time >= state.time - (group.idle ?? 0) - 1;
   return group.stage === "broken" || newest ? found : undefined;
 }
 
@@ -45,10 +45,9 @@ const ranksOn = (group, w) => w.t("ranks_on", { n: group.ranks.length, where: wh
 // The line of a phase and the one under it; a phase that is not here is its name alone.
 const SAY = {
   none: (_, w) => [w.t("none"), w.t("none_more")],
-  starting({ progress, ranks, start_seconds: seconds }, w) {
-    const line = w.t("starting", { n: progress?.total ?? ranks.length, done: progress?.done ?? 0 });
-    return [line, known(seconds) && w.t("starting_more", { time: w.span(seconds) })];
-  },
+  starting: ({ progress: now, ranks, start_seconds: seconds }, w) => [ // an event tells of no ranks
+    w.t(now || ranks.length ? "starting" : "starting_live", { n: now?.total ?? ranks.length, done: now?.done ?? 0 }),
+    known(seconds) && w.t("starting_more", { time: w.span(seconds) })],
   loading(group, w) {
     const { done, total: all, per_second: rate } = group.progress ?? {}, slot = atWork(group, w);
     if (!all) return [w.t("loading", { slot })];
@@ -69,7 +68,7 @@ const SAY = {
     const seconds = total(slots, "restore_seconds"), back = seconds ? "parked_time" : "parked_more";
     const more = w.t(who === "idle" ? "parked_idle" : back, { time: w.span(seconds) });
     const line = ranks.some((one) => one.label.startsWith("GPU")) ? "parked" : "parked_cpu";
-    return [w.t(who === "comfyui" ? "parked_comfyui" : line, { size: w.size(total(slots, "total_bytes")) }), more];
+    return [w.t(line, { size: w.size(total(slots, "total_bytes")) }), more];
   },
   stalled({ stalled: { rank, kind, seconds, limit, doing, done } }, w) {
     const sign = w.also(RUNNING.includes(doing) && w.t(doing, { slot: "" }).trim(), done && w.t("step", { step: done }));
@@ -84,9 +83,8 @@ const SAY = {
 
 function whatFailed(incident, w) {
   if (incident?.kind !== "start" && !known(incident?.rank)) return w.t("what_group");
-  const device = incident.device ? ` (${place(incident.device)})` : "";
-  const at = incident.params?.step ? w.t("at_step", { step: incident.params.step }) : "";
-  return w.t(`what_${incident.kind}`, { rank: `rank ${incident.rank}${device}`, at });
+  const device = incident.device ? ` (${place(incident.device)})` : "", step = incident.params?.step;
+  return w.t(`what_${incident.kind}`, { rank: `rank ${incident.rank}${device}`, at: step ? w.t("at_step", { step }) : "" });
 }
 
 /** What a screen reader says when a phase begins: no figures, or it would never be silent; nothing before the cause is known. */

@@ -23,6 +23,7 @@ from ...runtime.spec import (
     TensorRef,
     Verified,
     Verify,
+    readable_bytes,
 )
 from .. import comfy_host
 from ..moving import Moving
@@ -205,7 +206,7 @@ class Remote(Moving):
         assert isinstance(reply.body, Verified)
         self._verify = False
         if reply.body.missing_bytes:
-            size = comfy_host.readable_bytes(reply.body.missing_bytes)
+            size = readable_bytes(reply.body.missing_bytes)
             device = self.slot.layout.devices[0].label
             self.say(f"Not verified: the whole model needs {size} on {device} beside its part")
             return

@@ -29,6 +29,7 @@ from ..spec import (
     RankError,
     Refusal,
     Sample,
+    in_gigabytes,
 )
 from .facts import Machine, describe_machine, remembered
 from .findings import WIRE_BYTES, Comparison, Findings, message_size
@@ -84,7 +85,7 @@ def _free(devices: Sequence[Device], machine: Machine) -> tuple[tuple[Device, ..
             left_out.append(f"{device.label} is in use by a group of another program")
         elif device.total_bytes and device.free_bytes < LEAST_FREE:
             left_out.append(
-                f"{device.label} has {device.free_bytes / 2**30:.1f} GB free of the "
+                f"{device.label} has {in_gigabytes(device.free_bytes)} free of the "
                 f"{LEAST_FREE / 2**30:.0f} GB that a rank may take"
             )
         else:

@@ -20,6 +20,7 @@ import psutil
 
 from .. import environment, launch, machine, nvml
 from ..devices import physical_cards
+from ..host_memory import host_memory
 from ..spec import Device
 
 PACKAGES = ("torch", "diffusers", "transformers", "safetensors", "msgspec", "numpy", "nvidia-ml-py")
@@ -88,14 +89,14 @@ def describe_machine(comfyui: str = "") -> Machine:
             driver = _driver(library)
             cards = tuple(_card(library, device) for device in devices)
             links = _links(library, devices)
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     return Machine(
         system=_system(),
         python=platform.python_version(),
         versions=_versions(comfyui),
         driver=driver,
-        ram=(memory.total, memory.available),
-        ram_limit=_container_limit(memory.total),
+        ram=memory.machine,
+        ram_limit=memory.container.total if memory.container else None,
         shared_memory=_room("/dev/shm"),
         temporary_free=_temporary_free(),
         settings=environment.library_settings(),
@@ -137,13 +138,6 @@ def _versions(comfyui: str) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "missing"
     return {name: text for name, text in found.items() if text}
-
-
-def _container_limit(total: int) -> int | None:
-    with contextlib.suppress(OSError, ValueError):  # cgroup v2; "max" is no number
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        return limit if limit < total else None
-    return None
 
 
 def _room(folder: str) -> tuple[int, int] | None:

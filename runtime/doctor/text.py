@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ..spec import in_gigabytes
 from .facts import LEVELS_IN_WORDS, Card, Machine
 from .findings import EQUAL, WIRE_BYTES, Findings, Rate, message_size, short
 from .privacy import anonymous
@@ -74,12 +75,8 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, break_long_words=False)
 
 
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GB"
-
-
 def _of(room: tuple[int, int]) -> str:
-    return f"{_gb(room[0])}, {_gb(room[1])} free"
+    return f"{in_gigabytes(room[0])}, {in_gigabytes(room[1])} free"
 
 
 # ---- the machine
@@ -89,7 +86,7 @@ def _machine(findings: Findings) -> list[str]:
     machine = findings.machine
     libraries = next((one.libraries for one in findings.measured.values()), {})
     versions = {**machine.versions, **libraries}
-    limit = f", the container may take {_gb(machine.ram_limit)}" if machine.ram_limit else ""
+    limit = f", the container may take {in_gigabytes(machine.ram_limit)}" if machine.ram_limit else ""
     rows = {
         "system": machine.system,
         "Python": machine.python,
@@ -97,7 +94,9 @@ def _machine(findings: Findings) -> list[str]:
         "driver": machine.driver or "no NVIDIA driver was found",
         "host RAM": _of(machine.ram) + limit,
         "/dev/shm": _of(machine.shared_memory) if machine.shared_memory else "none",
-        "temporary": f"{_gb(machine.temporary_free)} free" if machine.temporary_free else "cannot be written",
+        "temporary": f"{in_gigabytes(machine.temporary_free)} free"
+        if machine.temporary_free
+        else "cannot be written",
         "settings": ", ".join(f"{name}={value}" for name, value in machine.settings.items()) or "none",
         "remembered": findings.remembered or "nothing",
     }

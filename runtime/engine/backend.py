@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
-import re
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from ..environment import RankEnvironment
+from ..host_memory import host_memory
 from ..spec import Device, Memory
 from .pulse import Pulse
 
@@ -112,7 +111,7 @@ class Backend:
 
         On the CPU parked weights stay where they are and take nothing.
         """
-        return not self.is_cuda or host_memory_available() > nbytes * 1.1 + HOST_RESERVE
+        return not self.is_cuda or host_memory().room.available > nbytes * 1.1 + HOST_RESERVE
 
     def to_host(self, module: torch.nn.Module) -> None:
         """Move a module's weights to host RAM, page-locked, so that they come back at the full speed of the bus."""
@@ -231,17 +230,6 @@ def pack(tensors: Sequence[torch.Tensor], *, pin: bool, chunk: int = HOST_CHUNK)
 def _power_of_two(nbytes: int) -> int:
     """The next one, from 1 on."""
     return 1 << max(0, nbytes - 1).bit_length()
-
-
-def host_memory_available() -> int:
-    """Bytes of host RAM that can still be taken: the machine's, or what the container's limit leaves."""
-    available = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # cgroup v2; "max" is no number
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        cached = re.search(r"^inactive_file (\d+)$", Path("/sys/fs/cgroup/memory.stat").read_text(), re.M)
-        available = min(available, limit - used + (int(cached[1]) if cached else 0))
-    return available
 
 
 def _anonymous_memory() -> int | None:

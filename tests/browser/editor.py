@@ -120,6 +120,15 @@ class Editor:
         self.close_sidebar()
         expect(self.dialog).to_have_count(0)
 
+    def close_dialogs(self) -> None:
+        """With Escape, which a field that has the focus may take for itself once."""
+        for _ in range(3):
+            if not self.dialog.count():
+                break
+            self.page.keyboard.press("Escape")
+            self.page.wait_for_timeout(300)
+        expect(self.dialog).to_have_count(0)
+
     @property
     def run_button(self) -> Locator:
         # In newer frontends the menu beside it has the same name.
@@ -282,12 +291,7 @@ class Editor:
     def settle(self, client: ComfyClient) -> None:
         """As a test wants to find the editor, whatever the one before left open."""
         wait_until(lambda: not client.queue_state()["queue_running"], 60, "the server to become idle")
-        for _ in range(3):
-            if not self.dialog.count():
-                break
-            self.page.keyboard.press("Escape")
-            self.page.wait_for_timeout(300)
-        expect(self.dialog).to_have_count(0)
+        self.close_dialogs()
         self.close_sidebar()
         self.forget_progress()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page, Response, Route, WebSocketRoute, expect
 
-from tests.browser.editor import RUN_PATIENCE, SHOTS, Editor
+from tests.browser.editor import PATIENCE, RUN_PATIENCE, SHOTS, Editor
 from tests.browser.states import HEAD, event
 from tests.support.browser import Heard, load_workflow, wait_for_editor
 
@@ -31,6 +32,8 @@ SET_WIDTH = """width => {
         min-width: ${width}px !important; max-width: ${width}px !important }` : ''
     document.head.append(style)
 }"""
+# Pixels that a frontend may keep between the sidebar's edge and the panel's, for a bar to scroll with.
+EDGE = 16
 # What the panel has shown since, one entry for each change; times are those of the page.
 FOLLOW = """root => {
     const find = name => root.querySelector(`[data-testid=sharded-${name}]`)
@@ -52,15 +55,21 @@ FOLLOW = """root => {
     app.api.addEventListener('execution_success', () => { shown.endedAt = performance.now() })
     look()
 }"""
-# Elements that come into the panel, and whether the focus goes away, while the server's news arrive.
+# Nodes that come into the panel, texts too, and whether the focus goes away, while the server's news arrive.
 WATCH_NODES = """root => {
     window.addedToPanel = []
     window.focusedInPanel = document.activeElement
     new MutationObserver(changes => {
         for (const change of changes) for (const node of change.addedNodes) {
-            if (node.nodeType === Node.ELEMENT_NODE) window.addedToPanel.push(node.outerHTML)
+            window.addedToPanel.push(node.outerHTML ?? node.data)
         }
     }).observe(root, {subtree: true, childList: true})
+}"""
+
+# ComfyUI unloads models too when it forgets.
+FORGET = """async () => {
+    const headers = {'Content-Type': 'application/json'}, body = JSON.stringify({free_memory: true})
+    await app.api.fetchApi('/free', {method: 'POST', headers, body})
 }"""
 
 Answer = dict[str, Any] | int | None
@@ -126,6 +135,8 @@ class Panel:
 
     def set_width(self, pixels: int) -> None:
         self.page.evaluate(SET_WIDTH, pixels)
+        width = self.root.evaluate("root => root.getBoundingClientRect().width")
+        assert pixels - EDGE <= round(width) <= pixels, f"the panel is {width} px wide, not {pixels}"
 
     def make_room(self) -> None:
         """A window so tall that nothing of the panel is scrolled away: pictures show what is in view."""
@@ -153,7 +164,7 @@ class Panel:
         return dict(self.page.evaluate("window.shownByPanel"))
 
     def watch_nodes(self) -> None:
-        """From now on note the elements that are added to the panel; see `added` and `keeps_focus`."""
+        """From now on note the nodes that are added to the panel; see `added` and `keeps_focus`."""
         self.root.evaluate(WATCH_NODES)
 
     def added(self) -> list[str]:
@@ -195,6 +206,10 @@ class Panel:
         )
         return dict(record.json_value())
 
+    def forget_results(self) -> None:
+        """Have ComfyUI run every node anew: one whose result it still has is left out, and says nothing."""
+        self.page.evaluate(FORGET)
+
     def run(self, workflow: dict[str, Any]) -> dict[str, Any]:
         """Queue it and wait for a success; the server's record."""
         record = self.ended(self.queue(workflow))
@@ -219,6 +234,7 @@ class Stand:
         """What was asked of POST /sharded/group."""
         self.refusal: dict[str, Any] | None = None
         """The body of a 409 to that, None to accept it."""
+        self._given = False
         self._sockets: list[WebSocketRoute] = []
         self._numbers = itertools.count(1000)
         page.route(re.compile(r"/sharded/state$"), self._tell)
@@ -230,6 +246,17 @@ class Stand:
         self.answer = {**answer, "seq": next(self._numbers)} if isinstance(answer, dict) else answer
         if isinstance(self.answer, dict):
             self.send("sharded.state", event(self.answer))
+
+    def bring(self, answer: Answer) -> None:
+        """`show`, and return once an open panel has the whole answer: an event tells less, and a poll comes late."""
+        self.show(answer)
+        self._given = False
+        self.send("sharded.state", {"api": 0})  # at a word of another version the page asks at once
+        deadline = time.monotonic() + PATIENCE / 1000
+        while not self._given:
+            assert time.monotonic() < deadline, "the panel did not ask for the state"
+            self.page.wait_for_timeout(20)
+        self.page.wait_for_timeout(100)  # for the page to read and draw it
 
     def tell(self, incident: dict[str, Any]) -> None:
         """An incident's own event."""
@@ -248,6 +275,7 @@ class Stand:
             route.fulfill(status=self.answer, body="")
         else:
             route.fulfill(json=self.answer)
+        self._given = True
 
     def _take(self, route: Route) -> None:
         self.posted.append(dict(route.request.post_data_json or {}))

@@ -117,7 +117,7 @@ def _photograph_panel(browser: Browser, url: str) -> None:
     panel.make_room()
     panel.set_width(PANEL_WIDTH)
     for phase, name in PANELS.items():
-        stand.show(PHASES[phase].answer)
+        stand.bring(PHASES[phase].answer)
         panel.card(PHASES[phase].phase).wait_for()
         panel.unfold()
         shot = Image.open(io.BytesIO(panel.root.screenshot(animations="disabled"))).convert("RGB")

@@ -101,6 +101,7 @@ class Stage:
     def close_pages(self) -> None:
         self.panels.clear()
         for page in list(self.context.pages):
+            page.unroute_all(behavior="ignoreErrors")  # a request on its way finds nobody any more
             page.close()
 
     def choose(self, **settings: object) -> None:

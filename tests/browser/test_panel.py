@@ -41,9 +41,8 @@ COMMANDS = """() => app.extensionManager.command.commands.filter(one => one.id.s
     .map(one => ({id: one.id, label: typeof one.label === 'function' ? one.label() : one.label,
         bound: Boolean(one.keybinding)}))"""
 # Taken inside the module that the page runs; its address has a part that is new with each page.
-TIME_UPDATES = """async () => {
-    const loaded = performance.getEntriesByType('resource').map(one => one.name)
-    const {Panel} = await import(loaded.find(name => name.includes('/comfyui-sharded/panel.mjs')))
+TIME_UPDATES = """async address => {
+    const {Panel} = await import(address)
     const draw = Panel.prototype.draw
     window.updates = []
     Panel.prototype.draw = function () {
@@ -130,27 +129,25 @@ def test_every_phase_is_photographed(stage: Stage) -> None:
     panel.open()
     panel.make_room()
     folder = f"panel-{stage.setting}"
-    for palette, width in itertools.product(("dark", "light"), (230, 480)):
-        panel.set_palette(palette)
-        panel.set_width(width)
-        shots = []
-        for name, phase in PHASES.items():
-            show(panel, stand, phase)
-            panel.unfold()
-            shots.append(
-                panel.shoot(folder, f"{name.replace(', ', '-').replace(' ', '-')}-{palette}-{width}")
-            )
-        sheet = contact_sheet(shots)
-        sheet.save(SHOTS / folder / f"all-{palette}-{width}.png")
-    panel.set_palette("dark")
+    try:
+        for palette, width in itertools.product(("dark", "light"), (230, 480)):
+            panel.set_palette(palette)
+            panel.set_width(width)
+            shots = []
+            for name, phase in PHASES.items():
+                show(panel, stand, phase)
+                panel.unfold()
+                shots.append(panel.shoot(folder, f"{file_name(name)}-{palette}-{width}"))
+            contact_sheet(shots).save(SHOTS / folder / f"all-{palette}-{width}.png")
+    finally:
+        stage.choose(ColorPalette="dark")
 
 
 def show(panel: Panel, stand: Stand, phase: Phase) -> None:
     """Bring the panel into a phase, from a group that is idle."""
-    stand.show(PHASES["idle"].answer)
-    expect(panel.card("idle")).to_be_visible()
-    stand.show(phase.answer)
-    expect(panel.card(phase.phase)).to_be_visible()
+    for one in (PHASES["idle"], phase):
+        stand.bring(one.answer)
+        expect(panel.card(one.phase)).to_be_visible()
 
 
 def file_name(phase: str) -> str:
@@ -226,11 +223,12 @@ def test_stop_asks_only_while_a_run_is_on(stage: Stage) -> None:
     question = panel.editor.dialog
     expect(question).to_contain_text("Stop this group?")
     expect(question).to_contain_text("The run on it ends with an error.")
-    question.get_by_role("button", name="Cancel", exact=True).click()
+    # Newer frontends' buttons have an icon of a font before the word, which counts as a letter.
+    question.get_by_role("button", name=re.compile("Cancel$")).click()
     expect(question).to_have_count(0)
     assert stand.posted == []
     panel.part("stop").click()
-    question.get_by_role("button", name="Confirm", exact=True).click()
+    question.get_by_role("button", name=re.compile("Confirm$")).click()
     expect(question).to_have_count(0)
     panel.page.wait_for_timeout(500)
     assert [one["action"] for one in stand.posted] == ["stop"]
@@ -249,6 +247,7 @@ def test_what_may_not_be_pressed_stays_within_reach_and_says_why(stage: Stage) -
     expect(park).to_have_attribute("aria-disabled", "true")
     expect(park).to_have_attribute("title", re.compile("run"))
     park.focus()
+    expect(park).to_be_focused()
     for key in ("Enter", "Space"):
         panel.page.keyboard.press(key)
     panel.page.wait_for_timeout(500)
@@ -268,7 +267,8 @@ def test_keyboard_focus_stays_over_a_hundred_updates_that_add_nothing(stage: Sta
     panel.part("stop").focus()
     panel.watch_nodes()
     panel.follow()
-    panel.page.evaluate(TIME_UPDATES)
+    (module,) = {address for address in panel.heard.files if "/panel.mjs" in address}
+    panel.page.evaluate(TIME_UPDATES, module)
     for step in range(2, steps + 1):
         stand.show(states.state(states.sampling(step, steps)))
         expect(panel.state).to_have_text(f"Sampling step {step} of {steps}")
@@ -426,7 +426,7 @@ def test_looks_right_everywhere_in_every_palette_and_width(stage: Stage) -> None
                 for fault in (weak_contrast, overflow, overlaps):
                     wrong += [f"{palette}, {width} px, {name}: {one}" for one in fault(panel.root)]
     finally:
-        panel.set_palette("dark")
+        stage.choose(ColorPalette="dark")
     assert wrong == [], "\n".join(wrong)
 
 

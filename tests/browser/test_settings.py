@@ -6,16 +6,20 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import expect
 
 from tests.browser.editor import Editor
+from tests.support.browser import executable
 from tests.support.processes import wait_until
 from tools.comfy import Server
 
+pytestmark = pytest.mark.skipif(
+    executable() is None, reason="no Chromium here: install chromium to run the tests of the settings"
+)
+
 GET = "name => app.extensionManager.setting.get(name)"
 PARK, STOP = "Sharded.Group.ParkAfter", "Sharded.Group.StopAfter"
-
-
 # As the dialog shows them.
 NAMES = (
     "Park when idle for",

@@ -67,6 +67,7 @@ WATCH_STORAGE = f"""() => {{
         return write.call(this, key, value)
     }}
 }}"""
+MODE = "() => app.extensionManager.workflow.activeWorkflow.activeMode"
 EXECUTE = "id => app.extensionManager.command.execute(id)"
 # Keys of ComfyUI's own settings begin so.
 COMFYUIS_OWN = re.compile(r"^(Comfy|LiteGraph|pysssss)\b")
@@ -93,8 +94,7 @@ def test_newcomer_first_look_without_a_group(stage: Stage) -> None:
     assert stage.state()["devices"], "the server names no device"
     panel.part("examples").click()
     expect(panel.editor.dialog).to_be_visible()
-    panel.page.keyboard.press("Escape")
-    expect(panel.editor.dialog).to_have_count(0)
+    panel.editor.close_dialogs()
     panel.editor.screenshot(f"newcomer-{stage.setting}")
 
 
@@ -106,6 +106,7 @@ def test_first_run_shows_what_it_is_doing(stage: Stage) -> None:
     panel = stage.open()
     panel.open()
     expect(panel.card("none")).to_be_visible()
+    panel.forget_results()
     panel.follow()
     record = panel.run(saved_demo(steps=A_RUN, seed=_seed()))
     assert record["outputs"]
@@ -144,7 +145,8 @@ def test_rank_dies_and_the_next_run_works(stage: Stage, client: ComfyClient) -> 
     assert time.monotonic() - killed < SOON
     _error_in_three_lines(panel, "rank 1")
     assert panel.ended(prompt_id)["status"]["status_str"] == "error"
-    assert panel.toasts.filter(has_text=re.compile("rank", re.IGNORECASE)).count() == 1
+    # It may have had its 15 s by now; a second one must not have come.
+    assert panel.toasts.filter(has_text=re.compile("rank", re.IGNORECASE)).count() <= 1
     panel.editor.screenshot(f"rank-died-{stage.setting}")
     panel.editor.close_error()
 
@@ -189,6 +191,7 @@ def test_park_and_come_back(stage: Stage, client: ComfyClient) -> None:
     expect(park).to_have_attribute("aria-disabled", "true")
     assert "run" in (park.get_attribute("title") or ""), "no reason why not"
     park.focus()
+    expect(park).to_be_focused()
     panel.page.keyboard.press("Enter")
     panel.page.wait_for_timeout(POLL_SECONDS * 1000)
     assert not [one for one in panel.heard.routes[posts:] if one.startswith("POST")]
@@ -219,7 +222,8 @@ def test_tabs_reloads_restarts(stage: Stage) -> None:
     for _ in range(20):
         panel.switch_to("foreign")
         expect(panel.root).to_have_count(0, timeout=AT_ONCE)
-        expect(page.locator("#foreign-panel")).to_be_visible()
+        # The other pack appends as often as ComfyUI calls it.
+        expect(page.locator("#foreign-panel").first).to_be_visible()
         panel.switch_to("sharded")
         expect(panel.root).to_be_visible()
         expect(page.locator("#foreign-panel")).to_have_count(0)
@@ -381,14 +385,16 @@ def _error_in_three_lines(panel: Panel, names: str) -> None:
 
 def _enter_app_mode(panel: Panel) -> None:
     """A workflow brings its own mode along, so this is for the one that is open."""
-    if panel.tab_button.is_visible():
+    if panel.page.evaluate(MODE) != "app":
         panel.page.evaluate(EXECUTE, "Comfy.ToggleLinear")
+    assert panel.page.evaluate(MODE) == "app"
     expect(panel.tab_button).to_be_hidden()
 
 
 def _runs_and_tells(panel: Panel, enter: Callable[[Panel], None] = lambda _panel: None) -> None:
     """A run that succeeds says so on its nodes; one that is refused says why in three lines."""
     panel.editor.forget_progress()
+    panel.forget_results()
     for outcome, demo in (("success", saved_demo(4, _seed())), ("error", saved_demo(4, _seed(), stage=2))):
         load_workflow(panel.page, demo)
         enter(panel)

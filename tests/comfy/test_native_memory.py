@@ -612,7 +612,7 @@ def test_encoders_and_vae_that_find_no_room_on_their_card_run_on_the_cpu(
 
     ways = ("", "tiles", "host")
     if kind == "cuda":
-        assert pipeline.staged(mock_answer, ways) == "a picture"
+        assert pipeline.staged(mock_answer, ways) == ("a picture", "host")
         assert asked == ["", "tiles", "host"]
         assert said == [
             "Out of memory on rank 0 (GPU 3 Mock): now in tiles",

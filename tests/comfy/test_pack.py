@@ -52,7 +52,7 @@ def test_the_recorded_schema_names_every_node_of_the_pack(client: ComfyClient) -
     assert ours == set(json.loads(SCHEMA.read_text()))
 
 
-def test_every_input_has_a_tooltip_and_every_node_a_help_page(
+def test_every_cable_and_value_has_a_tooltip_and_every_node_a_help_page(
     client: ComfyClient, comfy_server: Server
 ) -> None:
     for node_id in json.loads(SCHEMA.read_text()):
@@ -61,6 +61,7 @@ def test_every_input_has_a_tooltip_and_every_node_a_help_page(
         for group in ("required", "optional"):
             for name, spec in info["input"].get(group, {}).items():
                 assert spec[1].get("tooltip"), f"{node_id}.{name}"
+        assert all(info["output_tooltips"]), node_id
         page = client.get(f"/extensions/comfyui-sharded/docs/{node_id}.md").decode()
         assert page.startswith("# ")
 

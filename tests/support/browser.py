@@ -77,6 +77,8 @@ class Heard:
     """Those of them that one of our files made."""
     routes: list[str] = field(default_factory=list)
     """Requests to the pack's routes, as "GET /sharded/state"."""
+    files: list[str] = field(default_factory=list)
+    """The address of every file of the pack that was loaded."""
 
     def listen(self, page: Page) -> None:
         page.on("pageerror", lambda error: self._collect(f"{error}\n{error.stack}"))
@@ -93,6 +95,8 @@ class Heard:
         path = urlsplit(request.url).path
         if OUR_ROUTES in path:
             self.routes.append(f"{request.method} {path[path.index(OUR_ROUTES) :]}")
+        if OUR_FILES in path:
+            self.files.append(request.url)
 
     def _note(self, address: str) -> None:
         if self._is_foreign(address):

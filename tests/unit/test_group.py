@@ -181,7 +181,7 @@ def test_the_rank_that_holds_up_the_start_is_named_and_not_those_that_wait_for_i
     group: WorkerGroup,
 ) -> None:
     MockProcesses.faults[1] = "late"
-    with pytest.raises(RankError, match="Rank 1 of 3 was not ready after 2 s") as caught:
+    with pytest.raises(RankError, match=r"Rank 1 \(CPU 1.*\) was not ready after 2 s") as caught:
         group.start()
     assert (caught.value.rank, caught.value.kind) == (1, "start")
     detail = caught.value.detail
@@ -450,6 +450,27 @@ def test_who_holds_a_stopped_group_between_two_calls_hears_of_it_at_the_next(gro
     assert stats(group) == 3
 
 
+def test_a_stop_that_comes_with_the_last_answer_is_no_failure(group: WorkerGroup) -> None:
+    """The others report what the end of the first does to them."""
+    group.start()
+    ranks()[1].fault = "fails"
+    real, answered = session.Session.next_event, set[int]()
+
+    def stops(one: session.Session) -> Any:
+        rank, message = real(one)
+        if message is not None:
+            answered.add(rank)
+        if len(answered) == 3:
+            group._stop = "Stopped by request."
+        return rank, message
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.Session, "next_event", stops)
+        with pytest.raises(RankError, match="^Stopped by request") as caught:
+            group.call(Ping())
+    assert (caught.value.kind, incidents(group)) == ("stopped", [])
+
+
 # ---- what the journal is told
 
 
@@ -519,7 +540,18 @@ def test_a_start_that_fails_is_told(group: WorkerGroup) -> None:
         group.start()
     (told,) = incidents(group)
     assert (told.kind, told.title, told.rank) == ("start", "The group did not start", 1)
-    assert told.text == "Rank 1 of 3 was not ready after 2 s."
+    assert re.fullmatch(r"Rank 1 \(CPU 1.*\) was not ready after 2 s\.", told.text)
+
+
+def test_what_the_pages_are_told_names_no_card_and_no_folder(group: WorkerGroup) -> None:
+    """Serial numbers and paths are for this machine only; people paste what they see."""
+    cards = tuple(Device(kind="cuda", index=n, uuid=f"GPU-4f5e6d7c-{n}", name="A card") for n in range(2))
+    for devices in (cards[:1], cards):
+        assert "4f5e" not in WorkerGroup(devices).id
+    assert WorkerGroup(cards[:1]).id != WorkerGroup(cards[1:]).id
+    group._break("Rank 0 failed while loading: no file /home/somebody/models/a secret.safetensors\nMore.")
+    assert group.reason.startswith("Rank 0 failed while loading: no file <")
+    assert "somebody" not in group.reason and "secret" not in group.reason and "\n" not in group.reason
 
 
 def test_an_out_of_memory_is_told_only_when_it_comes_to_the_user(group: WorkerGroup) -> None:

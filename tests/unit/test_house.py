@@ -66,6 +66,7 @@ def test_the_engine_knows_only_the_vocabulary() -> None:
     # What both sides read of files, without torch.
     allowed += ("runtime.safetensors_header", "runtime.recognise", "runtime.foreign", "runtime.families")
     allowed += ("runtime.component", "runtime.quantisation", "runtime.attention_backends")
+    allowed += ("runtime.host_memory",)
     none_of(one for one in imports("runtime/engine") if one.within("runtime") and not one.within(*allowed))
 
 

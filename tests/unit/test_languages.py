@@ -126,7 +126,7 @@ def test_no_sentence_of_a_help_page_is_left_in_english(name: str, language: str)
     lines = [line.strip("|-#> *") for line in prose.splitlines() if not PICTURE.search(line)]
     left = [line for line in lines if re.search(r"[a-z]{2,} [a-z]{2,} [a-z]{2,}", line)]
     # The doctor's report is in English: the page names its parts as they stand in it.
-    parts = ("How the cards", "Exchanges between", "The demo model", "What went wrong")
+    parts = ("How the cards", "Exchanges between", "The demo model", "What to know", "What went wrong")
     assert not [line for line in left if not any(part in line for part in parts)]
 
 
@@ -177,6 +177,20 @@ def test_the_panel_has_each_text_in_every_language_with_the_same_figures() -> No
 def test_the_help_page_calls_buttons_as_the_panel_does(key: str) -> None:
     for language, text in zip(LANGUAGES, panel_words()[key], strict=True):
         assert text in page_in("GroupPanel", language)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_help_page_quotes_lines_as_the_panel_says_them(language: str) -> None:
+    """In the table of its second section; some rows name several lines."""
+    column = LANGUAGES.index(language)
+    table = [row for row in page_in("GroupPanel", language).split("\n## ")[2].splitlines() if row[:1] == "|"]
+    said = "|".join(re.sub(r"\\{\w+\\}", ".+", re.escape(one[column])) for one in panel_words().values())
+    quoted = [row.split("|")[1].strip() for row in table[2:]]
+    lines = [
+        line for one in quoted for line in ([one] if re.fullmatch(said, one) else re.split(", |、", one))
+    ]
+    assert len(lines) > 15
+    assert not [line for line in lines if not re.fullmatch(said, line)]
 
 
 # ---- what the page declares

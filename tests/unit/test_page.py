@@ -1,6 +1,6 @@
 """The page's files without a page: what they may touch, their texts, and what the panel says about a state.
 
-The last is asked of web/view.mjs itself, by node where there is one.
+The last is asked of web/view.mjs itself, by node where there is one, and so is when web/panel.mjs asks and believes.
 """
 
 from __future__ import annotations
@@ -40,6 +40,28 @@ const { texts, locale, calls } = JSON.parse(fs.readFileSync(0));
 const w = words(texts, locale);
 console.log(JSON.stringify(calls.map(([name, ...given]) => view[name](...given, w) ?? null)));
 """
+# A panel that is open, with a mock of the seam and no document. `answer` ends the last request.
+PLAY = """
+import { words } from "%(web)s/strings.mjs";
+import * as view from "%(web)s/view.mjs";
+import { Panel } from "%(web)s/panel.mjs";
+import fs from "fs";
+const { texts, version, given } = JSON.parse(fs.readFileSync(0));
+globalThis.DOMParser = class { parseFromString() { return {}; } };
+globalThis.document = { hidden: false };
+let answer, mark = "", asked = 0, toasts = 0;
+const request = () => { asked += 1; return new Promise((resolve) => {
+  answer = async (status, body) => {
+    resolve({ ok: status < 300, status, json: async () => body });
+    await new Promise((done) => setTimeout(done, 5));
+  };
+}); };
+const mockSeam = { request, badge: (text) => { mark = text; }, toast: () => { toasts += 1; }, locale: () => "en",
+  setting: (id) => id === "Sharded.Notify.Problems", tabIsOpen: () => true, confirm: async () => true };
+const panel = new Panel(mockSeam, view, (locale) => words(texts, locale), "", version);
+Object.assign(panel, { timer: 1, root: { isConnected: true, checkVisibility: () => true }, draw() {} });
+console.log(JSON.stringify(await (async () => { %(script)s })()));
+"""
 ROOT_HOME = "/" + "root"  # in pieces, for no file names a machine
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="no node here to run the page's modules")
 
@@ -51,6 +73,15 @@ def ask(*calls: list[Any], locale: str = "en") -> list[Any]:
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout))
+
+
+def play(script: str, **given: Any) -> Any:
+    """What a scene with the panel returns; `given` are its data."""
+    told = json.dumps({"texts": TEXTS, "version": states.version(), "given": given})
+    command = ["node", "--input-type=module", "--eval", PLAY % {"web": WEB.as_posix(), "script": script}]
+    done = subprocess.run(command, input=told, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return json.loads(done.stdout)
 
 
 # ---- what the files may do
@@ -260,6 +291,142 @@ def test_diagnostics_hold_nothing_private() -> None:
     assert (
         "~/ComfyUI/x.py" in text and "~/models/flux" in text and "/roots stay" in text and "GPU-1234" in text
     )
+
+
+# ---- when it asks, and what it believes
+
+IDLE = states.state(states.group(idle=5.0), seq=1000)
+
+
+@needs_node
+def test_news_during_a_request_are_no_silence_of_the_server() -> None:
+    """They are asked for when that request has ended."""
+    seen = play(
+        "panel.tick(); panel.heard(given.event); panel.tick(); const first = [asked, panel.trouble];"
+        " await answer(200, given.state); const then = panel.trouble; panel.tick(); panel.tick();"
+        " return [...first, then, asked];",
+        event=states.event(IDLE),
+        state=IDLE,
+    )
+    assert seen == [1, "asking", "", 2]
+
+
+@needs_node
+def test_one_request_until_the_next_is_due() -> None:
+    seen = play(
+        "panel.tick(); await answer(200, given.state);"
+        " for (let at = 0; at < 9; at += 1) { panel.heard({ ...given.event, seq: 2000 + at }); panel.tick(); }"
+        " const open = asked; panel.wake(); document.hidden = true; panel.tick(); const hidden = asked;"
+        " document.hidden = false; panel.root.checkVisibility = () => false; panel.tick();"
+        " return [open, hidden, asked];",
+        state=IDLE,
+        event=states.event(IDLE),
+    )
+    assert seen == [1, 1, 1], "nothing is new, and then nobody sees it"
+
+
+@needs_node
+def test_what_an_event_does_not_tell_is_asked_for_at_once() -> None:
+    """A group at rest, one that is new, and one with a rank that is late."""
+    stalled = {"rank": 1, "kind": "silent", "seconds": 6.0, "limit": 10.0, "doing": "sampling", "done": 7}
+    sampling = states.state(states.sampling(), seq=1000)
+    for before, after in (
+        (sampling, states.state(states.group(idle=0.0))),
+        (states.state(seq=1000), states.state(states.group("starting"))),
+        (sampling, states.state(states.sampling(stalled=stalled))),
+    ):
+        assert play(
+            "panel.accept(given.state); panel.due = Infinity; panel.heard(given.event); panel.tick();"
+            " return asked;",
+            state=before,
+            event={**states.event(after), "seq": 1001},
+        ), after["groups"][0]["stage"]
+
+
+@needs_node
+def test_a_server_that_restarts_is_believed() -> None:
+    """Its numbers begin again, and nothing that was asked of the old one is under way."""
+    other = {**IDLE, "server": "ffffffff", "seq": 1}
+    seen = play(
+        "panel.accept(given.state); panel.accept({ ...given.state, seq: 999, groups: [] });"
+        " const older = panel.state.groups.length; panel.act(panel.state.groups[0], 'park');"
+        " const asked = panel.pending.size; panel.heard(given.event);"
+        " panel.accept(given.other); return [older, asked, panel.seq, panel.pending.size];",
+        state=IDLE,
+        event=states.event(other),
+        other=other,
+    )
+    assert seen == [1, 1, 1, 0]
+
+
+@needs_node
+def test_what_is_of_another_version_does_no_harm() -> None:
+    seen = play(
+        "panel.accept(given.state); const tell = (one) => { panel.heard(one); panel.incident(one); };"
+        " for (const one of [{}, { api: 0 }, { api: 2, seq: 1e6, groups: 'none' }]) tell(one);"
+        " const kept = panel.state.groups.length; panel.accept({ api: 2 }); const api = panel.trouble;"
+        " panel.accept(given.state); panel.accept({ ...given.state, version: '99.0' });"
+        " return [kept, api, panel.trouble, toasts];",
+        state=IDLE,
+    )
+    assert seen == [1, "mismatch", "mismatch", 0]
+
+
+@needs_node
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (202, {}, ""),
+        (409, {"error": "There is no room.", "code": "no_room"}, "There is no room."),
+        (500, {}, "ComfyUI does not answer."),
+        (502, None, "ComfyUI does not answer."),
+    ],
+)
+def test_what_is_not_done_is_said(status: int, body: Any, reason: str) -> None:
+    seen = play(
+        "panel.accept(given.state); const done = panel.act(panel.state.groups[0], 'park');"
+        " await answer(...given.answer); return [await done, panel.pending.size, panel.refusals.size];",
+        state=IDLE,
+        answer=[status, body],
+    )
+    assert seen == [reason, 0 if reason else 1, 1 if reason else 0]
+
+
+@needs_node
+def test_the_mark_stays_until_somebody_can_see_the_panel() -> None:
+    told = {**states.incident(), "api": 1}
+    seen = play(
+        "const marks = []; document.hidden = true; panel.incident(given.incident); panel.tick(); marks.push(mark);"
+        " document.hidden = false; panel.tick(); marks.push(mark);"
+        " panel.timer = undefined; panel.heard(given.stalled); marks.push(mark);"
+        " panel.fail('offline'); marks.push(mark); panel.incident(given.incident); return [...marks, toasts];",
+        incident=told,
+        stalled=states.event(
+            states.state(states.sampling(stalled={"rank": 1, "kind": "stuck", "seconds": 9.0, "limit": 30.0}))
+        ),
+    )
+    assert seen == ["!", "", "!", "", 1]
+
+
+@needs_node
+def test_it_goes_back_to_the_place_that_is_left_and_stops_when_there_is_none() -> None:
+    """App Mode shows the tab in an element of its own, beside the one that is hidden meanwhile."""
+    seen = play(
+        "const place = (isConnected) => ({ isConnected, contains: () => false }), log = [];"
+        " const hidden = place(true), own = { isConnected: true, contains: () => true };"
+        " panel.show = (where) => log.push(where === hidden); panel.parents = new Set([place(false), own, hidden]);"
+        " panel.others = { disconnect: () => log.push('deaf') }; panel.dialog = { close: () => log.push('closed') };"
+        " panel.root.remove = () => log.push('gone'); panel.hide(); mockSeam.tabIsOpen = () => false; panel.tick();"
+        " panel.hide(); return [...log, panel.open, panel.parents.size];"
+    )
+    assert seen == [True, "deaf", "closed", "gone", False, 0]
+
+
+@needs_node
+def test_a_group_of_which_only_an_event_has_told() -> None:
+    new = {**NONE, "id": "cpu:0", "state": "starting", "stage": "starting", "progress": None}
+    (card,) = ask(["card", new, states.state()])
+    assert card["line"] == "Starting the ranks"
 
 
 # ---- the layout line

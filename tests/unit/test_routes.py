@@ -8,6 +8,7 @@ import importlib
 import json
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,8 +30,8 @@ def _pack(*names: str) -> list[Any]:
     return [importlib.import_module(f"pack_of_routes.{name}") for name in names]
 
 
-routes, group_module, spec, devices = _pack(
-    "nodes.routes", "runtime.group", "runtime.spec", "runtime.devices"
+routes, group_module, spec, devices, incidents = _pack(
+    "nodes.routes", "runtime.group", "runtime.spec", "runtime.devices", "runtime.incidents"
 )
 GROUPS = group_module.GROUPS
 INFO = spec.SlotInfo(weight_bytes=1 << 30, seconds=0.1)
@@ -73,6 +74,12 @@ class Desk:
         self.group._session = self.session
         self.group.state.starting()
         self.group.settle()
+
+    def fill(self, rank: int) -> None:
+        """The rank says that its device has hardly any room."""
+        full = spec.Memory(device_used=15 << 30, device_total=16 << 30)
+        heartbeat = spec.Heartbeat(memory=full, beat=1, doing="", progress=0, collectives=0, slowest=1.0)
+        self.group.state.rank_heard(rank, heartbeat, 0.0)
 
     def _answer(self, request: Any, **how: Any) -> dict[int, Any]:
         assert how.get("start") is False, "a route could start processes"
@@ -188,9 +195,12 @@ def test_the_state_tells_the_machine_and_the_group(desk: Desk) -> None:
     talk(desk, asks)
 
 
-def test_a_driver_that_hangs_holds_up_nobody(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first answer waits a moment for it, and one thread at most is lost in it."""
-    inside, over, looks = threading.Event(), threading.Event(), []
+@pytest.mark.parametrize("looked_at", [None, 0.0])
+def test_a_driver_that_hangs_holds_up_nobody(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, looked_at: float | None
+) -> None:
+    """An answer waits a moment for it, and one thread at most is lost in it."""
+    inside, over, looks, took = threading.Event(), threading.Event(), [], list[float]()
 
     def hang() -> None:
         looks.append(1)
@@ -198,16 +208,20 @@ def test_a_driver_that_hangs_holds_up_nobody(desk: Desk, monkeypatch: pytest.Mon
         over.wait(10)
 
     monkeypatch.setattr(routes, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(routes, "FIRST_LOOK_SECONDS", 0.5)
     monkeypatch.setattr(GROUPS, "look_at_cards", hang)
-    monkeypatch.setattr(GROUPS.cards, "_looked_at", None)
+    monkeypatch.setattr(GROUPS.cards, "_looked_at", looked_at)
 
     async def asks(desk: Desk, client: TestClient) -> None:
         for _ in range(3):
+            start = time.monotonic()
             assert (await asyncio.wait_for(client.get("/sharded/state"), 5)).status == 200
+            took.append(time.monotonic() - start)
         over.set()
 
     talk(desk, asks)
     assert inside.is_set() and looks == [1]
+    assert (min(took) >= 0.5) == (looked_at is None), "until anything is known of them they are worth a wait"
 
 
 def test_the_driver_is_asked_once_in_two_seconds(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,19 +467,29 @@ def test_between_two_steps_a_group_is_busy_too(desk: Desk, action: str) -> None:
     talk(desk, asks)
 
 
+async def restore_that_fails(
+    desk: Desk, client: TestClient, monkeypatch: pytest.MonkeyPatch, kind: str, *told: Any
+) -> None:
+    """Park, and ask for a restore that ends with an error of that kind, of which the group has told this."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        for incident in told:
+            GROUPS.journal.note(incident)
+        raise spec.RankError("Rank 1 failed while loading.", kind=kind)
+
+    await post(desk, client, "park")
+    await eventually(desk, "parked")
+    desk.group.used_at -= 1000
+    monkeypatch.setattr(desk.group, "call", fails)
+    assert (await post(desk, client, "restore")).status == 202
+
+
 def test_what_fails_after_it_was_accepted_is_told(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[Any] = []
     GROUPS.journal.listen(lambda: None, heard.append)
 
-    def fails(*_: Any, **__: Any) -> None:
-        raise spec.RankError("Rank 1 failed while loading.")
-
     async def asks(desk: Desk, client: TestClient) -> None:
-        await post(desk, client, "park")
-        await eventually(desk, "parked")
-        desk.group.used_at -= 1000
-        monkeypatch.setattr(desk.group, "call", fails)
-        assert (await post(desk, client, "restore")).status == 202
+        await restore_that_fails(desk, client, monkeypatch, "memory")
         await asyncio.to_thread(wait_until, lambda: bool(heard), 10, "the failure to be told")
         newest = (await (await client.get("/sharded/state")).json())["incidents"][0]
         assert (newest["kind"], newest["title"], newest["text"]) == (
@@ -475,6 +499,24 @@ def test_what_fails_after_it_was_accepted_is_told(desk: Desk, monkeypatch: pytes
         )
 
     talk(desk, asks)
+
+
+DIED = incidents.lost("cpu:0,cpu:1", "died", 1, "CPU 1")
+
+
+@pytest.mark.parametrize(("kind", "told"), [("stopped", ()), ("died", (DIED,))])
+def test_what_a_person_has_stopped_and_what_the_group_has_told_is_not_told_again(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, kind: str, told: tuple[Any, ...]
+) -> None:
+    async def asks(desk: Desk, client: TestClient) -> None:
+        await restore_that_fails(desk, client, monkeypatch, kind, *told)
+
+    def actions() -> list[str]:
+        return [one.name for one in threading.enumerate() if one.name == "sharded-act"]
+
+    talk(desk, asks)
+    wait_until(lambda: not actions(), 10, "the restore to end")
+    assert {one.kind for one in GROUPS.journal.incidents} == {one.kind for one in told}
 
 
 def test_a_model_that_finds_no_room_in_ram_is_told(desk: Desk) -> None:
@@ -492,7 +534,7 @@ def test_a_model_that_finds_no_room_in_ram_is_told(desk: Desk) -> None:
     assert heard[0].text == "Host RAM has no room for a: the next use reads it from disk again."
 
 
-def test_what_cannot_be_restored(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_restored(desk: Desk) -> None:
     async def asks(desk: Desk, client: TestClient) -> None:
         assert await refusal(await post(desk, client, "restore")) == (409, "Nothing is parked there.")
         await post(desk, client, "park")
@@ -502,13 +544,9 @@ def test_what_cannot_be_restored(desk: Desk, monkeypatch: pytest.MonkeyPatch) ->
         status, reason = await refusal(await post(desk, client, "restore"))
         assert status == 409 and "ComfyUI has taken its place" in reason
         desk.listed = True
-        full = {"device_used": 15 << 30, "device_total": 16 << 30}
-        snapshot = desk.group.snapshot()
-        for rank in snapshot["ranks"]:
-            rank["memory"] |= full
-        with monkeypatch.context() as patch:
-            patch.setattr(desk.group, "snapshot", lambda: snapshot)
-            status, reason = await refusal(await post(desk, client, "restore"))
+        for rank in (0, 1):
+            desk.fill(rank)
+        status, reason = await refusal(await post(desk, client, "restore"))
         assert status == 409 and reason.startswith("CPU 0 has no room for it now.")
         assert desk.asked == ["Park"]
         desk.session.dead = 0
@@ -575,18 +613,7 @@ def test_every_refusal_has_a_word_of_its_own_for_pages_in_other_languages(desk: 
         desk.group.used_at -= 1000
         desk.listed = False
         assert await code(await post(desk, client, "restore")) == "taken"
-        desk.group.state.rank_heard(
-            1,
-            spec.Heartbeat(
-                memory=spec.Memory(device_used=15 << 30, device_total=16 << 30),
-                beat=1,
-                doing="",
-                progress=0,
-                collectives=0,
-                slowest=1.0,
-            ),
-            0.0,
-        )
+        desk.fill(1)
         answer = await (await post(desk, client, "restore")).json()
         assert (answer["code"], answer["device"]) == ("no_room", "CPU 1")
         await post(desk, client, "stop")

@@ -112,6 +112,17 @@ def test_weights_and_work_of_a_rank_are_told_apart() -> None:
     assert [one["weights"] for one in state([group], seen(cards))["devices"]] == [0, 0]
 
 
+@pytest.mark.parametrize("doing", ["loading", "restoring", "parking", "unloading"])
+def test_what_is_on_its_way_are_weights(doing: str) -> None:
+    """Slots tell their sizes when they are there, and no more when they go."""
+    cards = mock_cards(24)
+    group = running(cards)
+    group.state.busy("load", doing)
+    beat(group, 0, weights=5 * GIB, reserved=6 * GIB)
+    (row,) = state([group], seen(cards))["devices"]
+    assert (row["weights"], row["work"]) == (5 * GIB, GIB)
+
+
 def test_a_group_that_has_ended_holds_nothing() -> None:
     cards = mock_cards(24)
     group = running(cards)
@@ -134,6 +145,13 @@ def test_a_group_on_the_cpu_of_a_machine_with_cards_shows_both() -> None:
     told = state([group], seen(mock_cards(24)))
     assert [one["key"] for one in told["devices"]] == ["cuda:GPU-0000", "cpu:0", "cpu:1", "cpu:2"]
     assert [one["weights"] for one in told["devices"]] == [0, GIB, 2 * GIB, 3 * GIB]
+
+
+def test_a_group_on_the_cpu_that_has_ended_takes_its_rows_with_it() -> None:
+    group = running(cpu_devices(3))
+    group.close()
+    assert [one["key"] for one in state([group], seen(mock_cards(24)))["devices"]] == ["cuda:GPU-0000"]
+    assert len(state([group], seen(()))["devices"]) == default_cpu_ranks()
 
 
 # ---- a group
@@ -222,6 +240,20 @@ def test_a_rank_that_is_late_is_named() -> None:
     }
     group.state.suspected(None)
     assert state([group], seen(()))["groups"][0]["stalled"] is None
+
+
+def test_what_changes_while_it_is_told_has_a_higher_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a page that gets two answers in the wrong order would keep the older."""
+    group = running(cpu_devices(1))
+    before = group.journal.seq
+
+    def stage(one: WorkerGroup) -> str:
+        one.journal.touch()
+        return "ready"
+
+    monkeypatch.setattr(WorkerGroup, "stage", property(stage))
+    assert shown.news(group.journal, [group])[0]["seq"] == before
+    assert state([group], seen(()), group.journal)["seq"] == before + 1 < group.journal.seq
 
 
 def test_the_last_run_is_that_of_the_group_that_began_last() -> None:
@@ -362,6 +394,29 @@ def test_of_details_the_end_of_the_newest_stays_the_longest() -> None:
     assert [one["detail"] for one in short["incidents"][1:]] == ["", ""]
     assert [one["label"] for one in short["devices"]] == [one["label"] for one in data["devices"]]
     assert len(shown.fitted(data)) > shown.LIMIT_BYTES - 10  # and it is cut no more than it must
+
+
+@pytest.mark.parametrize("length", [30, 200])
+def test_four_groups_are_all_told(length: int) -> None:
+    """Whose buttons are gone cannot be stopped."""
+    parts = [worst(8, 2, length, 1500, "a") for _ in range(4)]
+    data = {**parts[0], "groups": [part["groups"][0] for part in parts]}
+    for number, group in enumerate(data["groups"]):
+        group["ranks"], group["id"] = group["ranks"][2 * number :][:2], f"cuda:2-{number:016d}"
+    told = shown.fitted(data)
+    assert len(told) <= shown.LIMIT_BYTES
+    short = json.loads(told)
+    assert [one["id"] for one in short["groups"]] == [one["id"] for one in data["groups"]]
+    assert all(one["slots"] and len(one["ranks"]) == 2 for one in short["groups"])
+    assert len(short["devices"]) == 8
+
+
+def test_short_names_leave_the_words_of_the_page_alone() -> None:
+    data = worst(8, 6, 200, 1500, "\x00")
+    for one in data["groups"]:
+        one["stage"] = one["progress"]["phase"] = one["progress"]["unit"] = "measurements"
+    (group,) = json.loads(shown.fitted(data))["groups"]
+    assert {group["stage"], group["progress"]["phase"], group["progress"]["unit"]} == {"measurements"}
 
 
 def test_no_limit_is_missed_by_a_byte() -> None:

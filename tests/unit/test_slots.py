@@ -10,7 +10,7 @@ import pytest
 
 from runtime.devices import cpu_devices
 from runtime.group import GROUPS, Slot, WorkerGroup
-from runtime.spec import Layout, ModelSpec, ParallelSpec, RankError, SlotInfo
+from runtime.spec import Layout, ModelSpec, ParallelSpec, Parked, RankError, SlotInfo
 
 DEVICES = cpu_devices(2)
 INFO = SlotInfo(weight_bytes=1, seconds=0.1)
@@ -80,6 +80,16 @@ def test_a_park_that_fails_leaves_nothing_behind(
     slot.park()
     assert asked == ["Park", "Unload"]
     assert not group.slots and not group.parked
+
+
+def test_what_nobody_holds_any_more_has_not_missed_room_in_ram(
+    group: WorkerGroup, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group.slots["an old model-01234567"] = INFO
+    answers = {rank: SimpleNamespace(body=Parked(in_host_memory=True)) for rank in range(2)}
+    monkeypatch.setattr(group, "call", lambda *_, **__: answers)
+    assert GROUPS.park(group) == {slot.name: True}
+    assert not group.slots and set(group.parked) == {slot.name}
 
 
 def test_a_model_that_comes_back_from_host_memory_is_not_called_read(

@@ -136,7 +136,7 @@ def test_only_degrees_set_by_hand_are_kept(strategy: str) -> None:
 def test_the_advice_has_figures_and_says_when_there_is_nothing_smaller() -> None:
     asked, layout = wanted("manual"), layout_of(ParallelSpec(tensor=2))
     advice = smaller_advice(asked, layout, smaller_layouts(asked, layout, tried=GIB, cards=FOUR))
-    assert "tensor 4 (5.5 GB)" in advice and "tensor 2 has 11.0 GB" in advice
+    assert "tensor 4 (5.5 GB)" in advice and "11.0 GB in tensor 2" in advice
     whole = layout_of(ParallelSpec(tensor=4))
     assert (
         smaller_advice(asked, whole, ())
