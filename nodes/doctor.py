@@ -56,4 +56,6 @@ class Doctor(io.ComfyNode):
                 devices, comfy_host.version(), comfy_host.NodeProgress(node_id).report, comfy_host.interrupted
             )
         comfy_host.say(node_id, examined.verdict)
-        return io.NodeOutput(examined.report, ui=ui.PreviewText(examined.report))
+        # Where it is shown and pasted, Markdown would make paragraphs of its columns.
+        report = f"```text\n{examined.report.strip()}\n```"
+        return io.NodeOutput(report, ui=ui.PreviewText(report))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ SHOTS = ROOT / "test_output" / "browser"
 PATIENCE = 90_000
 # The first run starts the group.
 RUN_PATIENCE = 400_000
+RECORD = "async id => (await (await app.api.fetchApi(`/history/${id}`)).json())[id]"
 expect.set_options(timeout=PATIENCE)
 
 # Where a value or a title is drawn on the canvas. A widget has no place before it was drawn for the first time.
@@ -234,16 +236,18 @@ class Editor:
 
     def ended(self, prompt_id: str, client: ComfyClient) -> dict[str, Any]:
         """Wait for the end of a prompt, on the screen and in the server's history; the record."""
-        # Asked from the page, so that its events go on being handled meanwhile.
-        self.page.wait_for_function(
-            "async id => id in await (await app.api.fetchApi(`/history/${id}`)).json()",
-            arg=prompt_id,
-            polling=250,
-            timeout=RUN_PATIENCE,
-        )
+        self.record(prompt_id)
         # A busy page is a while behind the server.
         expect(self.cancel_button).to_be_disabled(timeout=RUN_PATIENCE)
         return client.history(prompt_id)
+
+    def record(self, prompt_id: str) -> dict[str, Any]:
+        """Wait for the end of a prompt; the server's record, asked for from the page, whose events go on meanwhile."""
+        end = time.monotonic() + RUN_PATIENCE / 1000
+        while not (record := self.page.evaluate(RECORD, prompt_id)):
+            assert time.monotonic() < end, f"prompt {prompt_id} has not ended"
+            self.page.wait_for_timeout(250)
+        return dict(record)
 
     def run(self, client: ComfyClient) -> dict[str, Any]:
         """Run to a success; the server's record."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page, Response, Route, WebSocketRoute, expect
 
-from tests.browser.editor import PATIENCE, RUN_PATIENCE, SHOTS, Editor
+from tests.browser.editor import PATIENCE, SHOTS, Editor
 from tests.browser.states import HEAD, event
 from tests.support.browser import Heard, load_workflow, wait_for_editor
 
@@ -198,13 +198,7 @@ class Panel:
 
     def ended(self, prompt_id: str) -> dict[str, Any]:
         """Wait for the end of a prompt; the server's record of it."""
-        record = self.page.wait_for_function(
-            "async id => (await (await app.api.fetchApi(`/history/${id}`)).json())[id]",
-            arg=prompt_id,
-            polling=250,
-            timeout=RUN_PATIENCE,
-        )
-        return dict(record.json_value())
+        return self.editor.record(prompt_id)
 
     def forget_results(self) -> None:
         """Have ComfyUI run every node anew: one whose result it still has is left out, and says nothing."""

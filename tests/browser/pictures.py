@@ -84,7 +84,12 @@ ADD_DOCTOR = """() => {
 PICTURE_IS_THERE = "() => window.app.graph.findNodesByType('SaveImage')[0].imgs?.[0]?.complete"
 REPORT_IS_THERE = """() => window.app.graph.findNodesByType('PreviewAny')[0].widgets
     ?.some(widget => String(widget.value).length > 200)"""
-HIDE_MINIMAP = "() => window.app.extensionManager.setting.set('Comfy.Minimap.Visible', false)"
+# No map in a corner, and text also where it is small.
+TAKE_ALL_IN = """async () => {
+    const {setting} = window.app.extensionManager
+    await setting.set('Comfy.Minimap.Visible', false)
+    await setting.set('LiteGraph.Canvas.MinFontSizeForLOD', 0)
+}"""
 RUN_SECONDS = 240
 PANELS = {"sampling": "panel", "failed": "panel_failed"}
 PANEL_WIDTH = 360
@@ -94,7 +99,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="comfyui-base-") as folder:
         server = Server(BaseDirectory.create(Path(folder)))
         with server, chromium() as browser, frontend(server.url, browser=browser) as page:
-            page.evaluate(HIDE_MINIMAP)
+            page.evaluate(TAKE_ALL_IN)
             for stem in STEMS:
                 picture = _photograph(page, _shipped(stem))
                 picture.save(ROOT / "workflows" / f"{stem}.jpg", quality=88)

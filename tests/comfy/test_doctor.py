@@ -33,7 +33,7 @@ def test_the_report_is_text_and_a_loaded_model_stays(
     run = client.run(DOCTOR)
     (text,) = run.outputs["2"]["text"]
     assert run.outputs["1"]["text"] == [text]
-    assert text.startswith("ComfyUI-Sharded doctor")
+    assert text.startswith("```text\nComfyUI-Sharded doctor") and text.endswith("\n```")
     assert "Everything that was tried works: 2 CPU ranks" in " ".join(text.split())
     assert "ComfyUI unknown" not in text
     assert before and pids(client) == before
