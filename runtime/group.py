@@ -229,8 +229,8 @@ class WorkerGroup:
         failed: tuple[int, Failure] | None = None
         self._tell(report, Progress(phase="starting", done=0, total=count))
         while len(session.ready) < count:
-            self._raise_if_stopped()
             rank, message = session.next_event()
+            self._raise_if_stopped()  # or its end would be told as torchrun's own
             if message is not None and isinstance(message.body, Ready):
                 session.ready[rank] = message.body
                 self.state.rank_ready(rank)

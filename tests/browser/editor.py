@@ -123,8 +123,8 @@ class Editor:
         expect(self.dialog).to_have_count(0)
 
     def close_dialogs(self) -> None:
-        """With Escape, which a field that has the focus may take for itself once."""
-        for _ in range(3):
+        """With Escape, which a field that has the focus may take for itself, and a dialog that is opening does not hear."""
+        for _ in range(20):
             if not self.dialog.count():
                 break
             self.page.keyboard.press("Escape")

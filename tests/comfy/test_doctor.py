@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
+from tests.support.group_routes import pids
 from tools.client import ComfyClient, NodeFailed, PromptInterrupted, Workflow
 from tools.comfy import Server
 
@@ -17,14 +16,7 @@ DOCTOR: Workflow = {
 }
 
 
-def groups(client: ComfyClient) -> list[dict[str, Any]]:
-    return list(json.loads(client.get("/sharded/state"))["groups"])
-
-
-def pids(client: ComfyClient) -> list[int]:
-    return [rank["pid"] for group in groups(client) for rank in group["ranks"]]
-
-
+@pytest.mark.slow
 def test_the_report_is_text_and_a_loaded_model_stays(
     client: ComfyClient, shipped_workflow: Callable[..., Workflow]
 ) -> None:

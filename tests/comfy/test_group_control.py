@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import io
 import json
 import subprocess
@@ -11,12 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 import pytest
 from PIL import Image
 
+from tests.support.group_routes import pids, post, raw_post, slots, the_group
 from tests.support.processes import wait_until
 from tests.support.workflows import pipeline_prompt
 from tools import ROOT
@@ -42,21 +41,8 @@ def client(server: Server) -> Iterator[ComfyClient]:
         yield client
 
 
-def groups(client: ComfyClient) -> list[dict[str, Any]]:
-    return list(json.loads(client.get("/sharded/state"))["groups"])
-
-
-def group(client: ComfyClient) -> dict[str, Any]:
-    (one,) = groups(client)
-    return one
-
-
-def pids(client: ComfyClient) -> list[int]:
-    return [rank["pid"] for one in groups(client) for rank in one["ranks"] if rank["pid"]]
-
-
 def slot_states(client: ComfyClient) -> list[str]:
-    return [slot["state"] for one in groups(client) for slot in one["slots"]]
+    return [slot["state"] for slot in slots(client)]
 
 
 def with_node(workflow: Workflow, kind: str, source: str, *, target: str = "") -> Workflow:
@@ -88,26 +74,6 @@ def pixels(client: ComfyClient, run: Run) -> bytes:
     return Image.open(io.BytesIO(client.get_image(saved.filename, saved.subfolder, saved.type))).tobytes()
 
 
-def post(client: ComfyClient, action: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
-    """The status, and the reason of a refusal."""
-    body = json.dumps({"action": action, "group": group(client)["id"]})
-    return raw_post(client, body.encode(), headers)
-
-
-def raw_post(
-    client: ComfyClient, body: bytes, headers: dict[str, str] | None = None, path: str = "/sharded/group"
-) -> tuple[int, str]:
-    address = urlsplit(client.base_url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=20)
-    try:
-        connection.request("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
-        answer = connection.getresponse()
-        text = answer.read()
-    finally:
-        connection.close()
-    return answer.status, json.loads(text).get("error", "") if text.startswith(b"{") else ""
-
-
 # ---- nodes
 
 
@@ -118,7 +84,7 @@ def test_a_pipeline_parked_behind_the_sampler_decodes_and_comes_back(client: Com
     assert len(ranks) == 2
     _, said = run_and_hear(client, with_node(workflow, PARK, "decode"))
     assert said == ["shapes-flux: parked in host RAM"]
-    assert group(client)["phase"] == "parked"
+    assert the_group(client)["phase"] == "parked"
     assert slot_states(client) == ["parked"]
     # Between sampler and decoder: decoding brings the pipeline back, and the picture is the same.
     run = client.run(with_node(workflow, PARK, "sample", target="decode"))
@@ -143,8 +109,8 @@ def test_stop_ends_the_ranks_and_the_next_prompt_starts_others(client: ComfyClie
     ranks = pids(client)
     _, said = run_and_hear(client, with_node(workflow, STOP, "decode"))
     assert said == ["Stopped 2 ranks on CPU 0, CPU 1."]
-    assert group(client)["phase"] == "stopped"
-    assert "Stop Group" in group(client)["reason"]
+    assert the_group(client)["phase"] == "stopped"
+    assert "Stop Group" in the_group(client)["reason"]
     wait_until(lambda: not any(map(psutil.pid_exists, ranks)), 5, "the ranks to end")
     _, said = run_and_hear(client, {"control": {"class_type": STOP, "inputs": {}}})
     assert said == ["No group is running."]  # and none is started for it
@@ -184,16 +150,16 @@ def test_the_route_parks_and_restores_between_workflows(client: ComfyClient) -> 
     before = pixels(client, client.run(workflow))
     ranks = pids(client)
     for path in ("/sharded/group", "/api/sharded/group"):
-        body = json.dumps({"action": "park", "group": group(client)["id"]}).encode()
+        body = json.dumps({"action": "park", "group": the_group(client)["id"]}).encode()
         assert raw_post(client, body, path=path)[0] == 202
-        wait_until(lambda: group(client)["phase"] == "parked", 10, "the group to park")
+        wait_until(lambda: the_group(client)["phase"] == "parked", 10, "the group to park")
         assert post(client, "restore") == (202, "")
         wait_until(lambda: slot_states(client) == ["loaded"], 10, "the pipeline to be back")
     assert post(client, "park")[0] == 202
-    wait_until(lambda: group(client)["phase"] == "parked", 10, "the group to park")
+    wait_until(lambda: the_group(client)["phase"] == "parked", 10, "the group to park")
     client.free()
     wait_until(lambda: slot_states(client) == [], 10, "the slot to be empty")
-    wait_until(lambda: group(client)["phase"] == "ready", 10, "the ranks to be through with it")
+    wait_until(lambda: the_group(client)["phase"] == "ready", 10, "the ranks to be through with it")
     assert post(client, "restore") == (409, "Nothing is parked there.")
     assert pixels(client, client.run(workflow)) == before
     assert pids(client) == ranks
@@ -212,7 +178,7 @@ def test_a_working_group_refuses(client: ComfyClient) -> None:
         client.wait(prompt)
     assert pids(client) == ranks
     assert post(client, "stop") == (202, "")
-    wait_until(lambda: group(client)["phase"] == "stopped", 10, "the group to stop")
+    wait_until(lambda: the_group(client)["phase"] == "stopped", 10, "the group to stop")
     wait_until(lambda: not any(map(psutil.pid_exists, ranks)), 5, "the ranks to end")
 
 
@@ -260,6 +226,6 @@ def test_settings_that_the_page_does_not_offer_change_nothing(server: Server, cl
     set_setting(server, client, "Sharded.Group.ParkAfter", 0.001)
     set_setting(server, client, "Sharded.Group.StopAfter", -1)
     time.sleep(6)  # more than a look of the watch
-    assert group(client)["phase"] == "ready"
+    assert the_group(client)["phase"] == "ready"
     assert slot_states(client) == ["loaded"]
     assert "Looking for idle groups failed" not in server.log_tail(200)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.group_routes import raw_state, state
 from tools import ROOT, comfy_source, locales
 from tools.client import ComfyClient
 from tools.comfy import Server
@@ -73,10 +74,10 @@ def test_the_english_texts_are_the_schemas_own(client: ComfyClient) -> None:
 
 
 def test_the_state_route_is_read_only_and_small(client: ComfyClient) -> None:
-    answer = json.loads(client.get("/sharded/state"))
+    answer = state(client)
     assert answer["api"] == 1
     assert {"api", "time", "version", "devices", "groups"} <= set(answer)
-    assert len(client.get("/sharded/state")) <= 8192
+    assert len(raw_state(client)) <= 8192
 
 
 def test_importing_the_pack_is_quick_and_brings_no_heavy_library(tmp_path: Path) -> None:

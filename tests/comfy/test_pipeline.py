@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from demo_model.pictures import Judge, Scene
+from tests.support.group_routes import pids, slots, the_group
 from tests.support.models import FluxSize, make_flux
 from tests.support.processes import listening, wait_until
 from tests.support.workflows import add_tensor_plan, pipeline_prompt
@@ -25,14 +26,6 @@ from tools.client import ComfyClient, NodeFailed, PromptInterrupted, Run, Workfl
 from tools.comfy import Server
 
 STEPS_OF_A_LONG_RUN = 3000
-
-
-def state(client: ComfyClient) -> dict[str, Any]:
-    return dict(json.loads(client.get("/sharded/state")))
-
-
-def ranks(client: ComfyClient) -> list[int]:
-    return [rank["pid"] for group in state(client)["groups"] for rank in group["ranks"] if rank["pid"]]
 
 
 def picture(client: ComfyClient, run: Run) -> bytes:
@@ -58,7 +51,7 @@ def test_a_shipped_workflow_makes_the_picture_it_asks_for(
     run = client.run(shipped_workflow(client, stem))
     verdict = judged(client, run)
     assert verdict.colour and verdict.background and verdict.shape, verdict
-    (group,) = state(client)["groups"]
+    group = the_group(client)
     assert group["phase"] == "ready"
     assert [rank["state"] for rank in group["ranks"]] == ["ready", "ready"]
     axis = "tensor" if "tensor" in stem else "ulysses"
@@ -70,9 +63,7 @@ def test_a_shipped_workflow_makes_the_picture_it_asks_for(
 def test_progress_counts_bytes_and_steps_and_previews_are_pictures(client: ComfyClient) -> None:
     run = client.run(pipeline_prompt(tensor=2, seed=101, text="a green square on white"))
     client.free()
-    wait_until(
-        lambda: not any(group["slots"] for group in state(client)["groups"]), 20, "the slots to be empty"
-    )
+    wait_until(lambda: not slots(client), 20, "the slots to be empty")
     run = client.run(pipeline_prompt(tensor=2, seed=102, text="a green square on white"))
     progress = {
         node: [(e.data["value"], e.data["max"]) for e in run.of("progress") if e.data["node"] == node]
@@ -96,33 +87,31 @@ def test_progress_counts_bytes_and_steps_and_previews_are_pictures(client: Comfy
 
 def test_an_unchanged_loader_never_loads_twice(client: ComfyClient) -> None:
     client.run(pipeline_prompt(tensor=2, seed=1))
-    before, slots = ranks(client), state(client)["groups"][0]["slots"]
+    before, held = pids(client), slots(client)
     run = client.run(pipeline_prompt(tensor=2, seed=2))
     assert "load" not in [e.data["node"] for e in run.of("executing")]
-    assert ranks(client) == before
-    assert state(client)["groups"][0]["slots"] == slots
+    assert pids(client) == before
+    assert slots(client) == held
     # The same folder and layout through another node is the same slot.
     twice = pipeline_prompt(tensor=2, seed=3)
     twice["again"] = json.loads(json.dumps(twice["load"]))
     twice["decode"]["inputs"]["pipeline"] = ["again", 0]
     client.run(twice)
-    assert state(client)["groups"][0]["slots"] == slots
+    assert slots(client) == held
 
 
 def test_unload_models_gives_the_slot_back_and_the_next_prompt_loads_it_again(client: ComfyClient) -> None:
     first = picture(client, client.run(pipeline_prompt(tensor=2, seed=4)))
-    before = ranks(client)
+    before = pids(client)
     client.free(unload_models=True, free_memory=False)
-    wait_until(
-        lambda: not any(group["slots"] for group in state(client)["groups"]), 20, "the slot to be empty"
-    )
+    wait_until(lambda: not slots(client), 20, "the slot to be empty")
     again = pipeline_prompt(tensor=2, seed=4)
     again["save"]["inputs"]["filename_prefix"] = "again"
     again["sample"]["inputs"]["steps"] = 7
     client.run(again)
     again["sample"]["inputs"]["steps"] = 8
     assert picture(client, client.run(again)) == first
-    assert ranks(client) == before
+    assert pids(client) == before
 
 
 def test_a_users_own_tensor_plan_gives_the_same_picture(client: ComfyClient) -> None:
@@ -134,7 +123,7 @@ def test_a_users_own_tensor_plan_gives_the_same_picture(client: ComfyClient) -> 
         if plan:
             add_tensor_plan(prompt, plan)
         pixels = numpy.frombuffer(picture(client, client.run(prompt)), numpy.uint8).astype(int)
-        return pixels, state(client)["groups"][0]["slots"][-1]["weight_bytes"]
+        return pixels, slots(client)[-1]["weight_bytes"]
 
     expected, held = made()
     default = client.object_info("ShardedTensorPlan")["input"]["required"]["plan"][1]["default"]
@@ -154,7 +143,7 @@ def test_twenty_cancels_in_a_row_leave_the_ranks_warm_and_the_next_picture_uncha
     client: ComfyClient,
 ) -> None:
     expected = picture(client, client.run(pipeline_prompt(tensor=2, seed=5)))
-    before = ranks(client)
+    before = pids(client)
     moment = random.Random(3)
     waits = []
     for number in range(20):
@@ -174,7 +163,7 @@ def test_twenty_cancels_in_a_row_leave_the_ranks_warm_and_the_next_picture_uncha
         waits.append(time.monotonic() - start)
     print(f"20 cancels: longest {max(waits):.2f} s")
     assert max(waits) < 3
-    assert ranks(client) == before
+    assert pids(client) == before
     fresh = pipeline_prompt(tensor=2, seed=6)
     client.run(fresh)
     again = pipeline_prompt(tensor=2, seed=5)
@@ -189,7 +178,7 @@ def test_a_killed_rank_is_named_on_the_node_and_the_next_prompt_works(client: Co
     expected = picture(client, client.run(pipeline_prompt(tensor=2, seed=7)))
     prompt_id = client.queue(pipeline_prompt(tensor=2, seed=301, steps=STEPS_OF_A_LONG_RUN))
     client.wait_for(prompt_id, lambda e: e.kind == "progress" and e.data["max"] == STEPS_OF_A_LONG_RUN, 60)
-    os.kill(ranks(client)[1], signal.SIGKILL)
+    os.kill(pids(client)[1], signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(NodeFailed, match=r"Rank 1 \(CPU 1, pid \d+\) died while sampling"):
         client.wait(prompt_id, 10)
@@ -212,7 +201,7 @@ def test_killing_comfyui_ends_every_process_and_nothing_listened_beyond_loopback
     with ComfyClient(server.url) as client:
         client.run(pipeline_prompt(tensor=2, seed=1))
         client.queue(pipeline_prompt(tensor=2, seed=2, steps=STEPS_OF_A_LONG_RUN))
-        (group,) = state(client)["groups"]
+        group = the_group(client)
         family = [server.pid, group["agent_pid"], *(rank["pid"] for rank in group["ranks"])]
         found = listening(family)
         print("listening:", found)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.group_routes import pids
 from tests.support.models import make_flux
 from tests.support.workflows import add_tensor_plan, pipeline_prompt
 from tools.base_directory import BaseDirectory
@@ -251,7 +252,6 @@ def test_fewer_tokens_than_ranks_are_refused_before_the_first_step(client: Comfy
 
 def test_after_all_of_it_a_good_prompt_works_in_the_same_group(client: ComfyClient) -> None:
     client.run(_prompt())
-    groups = json.loads(client.get("/sharded/state"))["groups"]
+    before = pids(client)
     client.run(_prompt(seed=99))
-    after = json.loads(client.get("/sharded/state"))["groups"]
-    assert [r["pid"] for r in after[0]["ranks"]] == [r["pid"] for r in groups[0]["ranks"]]
+    assert before and pids(client) == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
@@ -10,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.group_routes import post, raw_state, state, the_group
 from tests.support.processes import wait_until
 from tests.support.workflows import pipeline_prompt
 from tools.base_directory import BaseDirectory
@@ -49,32 +48,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(server: Server) -> Iterator[ComfyClient]:
     with ComfyClient(server.url) as client:
         yield client
-
-
-def raw_state(client: ComfyClient) -> bytes:
-    return client.get("/sharded/state")
-
-
-def state(client: ComfyClient) -> dict[str, Any]:
-    return dict(json.loads(raw_state(client)))
-
-
-def group(client: ComfyClient) -> dict[str, Any]:
-    (one,) = state(client)["groups"]
-    return dict(one)
-
-
-def post(client: ComfyClient, action: str) -> tuple[int, str]:
-    """The status, and the reason of a refusal."""
-    address = urlsplit(client.base_url)
-    body = json.dumps({"action": action, "group": group(client)["id"]})
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=20)
-    try:
-        connection.request("POST", "/sharded/group", body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read()).get("error", "")
-    finally:
-        connection.close()
 
 
 def told(client: ComfyClient, kind: str, since: float) -> list[Event]:
@@ -174,12 +147,12 @@ def test_a_run_is_told_from_its_start_to_its_end(client: ComfyClient) -> None:
     assert len(last["step_seconds"]) == 48
     rows = {one["key"]: one for one in state(client)["devices"]}
     assert rows["cpu:0"]["weights"] > 0 and rows["cpu:1"]["weights"] > 0
-    assert group(client)["degrees"]["tensor"] == 2 and group(client)["start_seconds"] > 0
+    assert the_group(client)["degrees"]["tensor"] == 2 and the_group(client)["start_seconds"] > 0
 
 
 def test_nothing_is_sent_while_nothing_changes(client: ComfyClient) -> None:
     client.run(pipeline_prompt(tensor=2, text=TEXT, seed=11))
-    wait_until(lambda: group(client)["stage"] == "ready", 5, "the run to be over")
+    wait_until(lambda: the_group(client)["stage"] == "ready", 5, "the run to be over")
     time.sleep(1.5)
     since, before = time.monotonic(), state(client)["seq"]
     time.sleep(4)
@@ -222,12 +195,13 @@ def test_a_stop_ends_the_run_with_an_error_that_says_so(client: ComfyClient) -> 
         client.wait(prompt, 20)
     assert caught.value.message.startswith("Stopped by request while sampling, ")
     assert len(caught.value.message.splitlines()) == 3
-    wait_until(lambda: group(client)["state"] == "stopped", 10, "the group to stop")
-    assert (group(client)["reason"], group(client)["stopping"]) == ("Stopped by request.", False)
+    wait_until(lambda: the_group(client)["state"] == "stopped", 10, "the group to stop")
+    assert (the_group(client)["reason"], the_group(client)["stopping"]) == ("Stopped by request.", False)
     assert state(client)["incidents"] == incidents
     client.run(pipeline_prompt(tensor=2, text=TEXT, seed=4))
 
 
+@pytest.mark.slow
 def test_a_stop_ends_a_stock_sampler_wherever_it_is(
     client: ComfyClient, shipped_workflow: Callable[..., Workflow]
 ) -> None:
@@ -241,19 +215,20 @@ def test_a_stop_ends_a_stock_sampler_wherever_it_is(
         with pytest.raises(NodeFailed) as caught:
             client.wait(prompt, 20)
         assert caught.value.message.startswith("Stopped by request ")
-        wait_until(lambda: group(client)["state"] == "stopped", 10, "the group to stop")
+        wait_until(lambda: the_group(client)["state"] == "stopped", 10, "the group to stop")
         time.sleep(1)
-        assert group(client)["state"] == "stopped"
+        assert the_group(client)["state"] == "stopped"
 
 
 # ---- incidents
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_told_once_and_the_next_run_says_nothing(client: ComfyClient) -> None:
     client.run(pipeline_prompt(tensor=2, text=TEXT, seed=5))
     since = time.monotonic()
     prompt = begin_sampling(client, seed=6)
-    os.kill(group(client)["ranks"][1]["pid"], signal.SIGKILL)
+    os.kill(the_group(client)["ranks"][1]["pid"], signal.SIGKILL)
     with pytest.raises(NodeFailed):
         client.wait(prompt, 30)
     wait_until(lambda: bool(told(client, "sharded.incident", since)), 5, "the pages to hear of it")
@@ -265,17 +240,17 @@ def test_a_rank_that_dies_is_told_once_and_the_next_run_says_nothing(client: Com
     assert newest["text"].startswith("CPU 1 died while sampling, at step ")
     assert newest["params"]["steps"] == 3000
     assert len(newest["detail"]) <= 1500 and os.path.expanduser("~/") not in newest["detail"]
-    assert group(client)["state"] == "broken"
+    assert the_group(client)["state"] == "broken"
     client.run(pipeline_prompt(tensor=2, text=TEXT, seed=7))
     time.sleep(1)
     assert len(told(client, "sharded.incident", since)) == 1
-    assert group(client)["state"] == "ready"
+    assert the_group(client)["state"] == "ready"
 
 
 def test_a_rank_that_dies_while_idle_is_told_at_once(client: ComfyClient) -> None:
     client.run(pipeline_prompt(tensor=2, text=TEXT, seed=8))
     since = time.monotonic()
-    os.kill(group(client)["ranks"][0]["pid"], signal.SIGKILL)
+    os.kill(the_group(client)["ranks"][0]["pid"], signal.SIGKILL)
     wait_until(lambda: bool(told(client, "sharded.incident", since)), 5, "the pages to hear of it")
     assert state(client)["incidents"][0]["text"] == "CPU 0 died while the group was idle."
 
@@ -283,16 +258,17 @@ def test_a_rank_that_dies_while_idle_is_told_at_once(client: ComfyClient) -> Non
 # ---- who took the models away
 
 
+@pytest.mark.slow
 def test_who_parked_a_group_is_told(client: ComfyClient) -> None:
     client.run(pipeline_prompt(tensor=2, text=TEXT, seed=9))
     wait_until(lambda: post(client, "park")[0] == 202, 10, "the workflow to be over")
-    wait_until(lambda: group(client)["stage"] == "parked", 10, "the group to park")
-    assert group(client)["parked_by"] == "user"
+    wait_until(lambda: the_group(client)["stage"] == "parked", 10, "the group to park")
+    assert the_group(client)["parked_by"] == "user"
     assert [one["weights"] for one in state(client)["devices"]] == [0, 0]
-    assert group(client)["slots"][0]["total_bytes"] > group(client)["slots"][0]["weight_bytes"]
+    assert the_group(client)["slots"][0]["total_bytes"] > the_group(client)["slots"][0]["weight_bytes"]
     client.run(pipeline_prompt(tensor=2, text=TEXT, seed=10))
-    assert group(client)["parked_by"] == ""
-    assert group(client)["slots"][0]["restore_seconds"] is not None
+    assert the_group(client)["parked_by"] == ""
+    assert the_group(client)["slots"][0]["restore_seconds"] is not None
     client.free()
-    wait_until(lambda: not group(client)["slots"], 10, "ComfyUI to free its memory")
-    assert group(client)["parked_by"] == "comfyui"
+    wait_until(lambda: not the_group(client)["slots"], 10, "ComfyUI to free its memory")
+    assert the_group(client)["parked_by"] == "comfyui"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy
@@ -13,16 +12,15 @@ import pytest
 from PIL import Image
 
 from demo_model.pictures import Judge, Scene
+from tests.support.group_routes import the_group
 from tools import latents
 from tools.client import ComfyClient, Run, Workflow
 from tools.comfy import Server
 
 STEM = "flux_stock_ksampler"
 # Those of two ranks first, on the group that the file as shipped has started; each other number starts one of its own.
-LAYOUTS: tuple[dict[str, int], ...] = (
-    *({"tensor": 2}, {"ulysses": 2}, {"ring": 2}),
-    *({}, {"tensor": 2, "ring": 2}),
-)
+QUICK: tuple[dict[str, int], ...] = ({"tensor": 2}, {"ulysses": 2}, {"tensor": 2, "ring": 2})
+SLOW: tuple[dict[str, int], ...] = ({"ring": 2}, {})
 
 
 class Result(NamedTuple):
@@ -31,9 +29,6 @@ class Result(NamedTuple):
     ranks: int
     degrees: dict[str, int]
     picture: bytes
-
-
-Runs = dict[str, Result]
 
 
 def named(degrees: dict[str, int]) -> str:
@@ -50,7 +45,7 @@ def judged(picture: bytes) -> bool:
 
 def _result(client: ComfyClient, server: Server, prompt: Workflow) -> Result:
     run = client.run(latents.save_too(prompt), 180)
-    (group,) = json.loads(client.get("/sharded/state"))["groups"]
+    group = the_group(client)
     degrees = [slot["degrees"] for slot in group["slots"] if slot["name"].startswith("transformer")]
     (saved,) = run.images
     picture = client.get_image(saved.filename, saved.subfolder, saved.type)
@@ -58,23 +53,34 @@ def _result(client: ComfyClient, server: Server, prompt: Workflow) -> Result:
     return Result(run, latent, len(group["ranks"]), degrees[-1] if degrees else {}, picture)
 
 
-@pytest.fixture(scope="module")
-def runs(comfy_server: Server, shipped_workflow: Callable[..., Workflow]) -> Runs:
-    """The file as it is, the same picture through the pipeline nodes, and the file under each of `LAYOUTS`."""
-    with ComfyClient(comfy_server.url) as client:
-        done = {
-            "pipeline": _result(client, comfy_server, shipped_workflow(client, "flux_prefer_tensor")),
-            "as shipped": _result(client, comfy_server, shipped_workflow(client, STEM)),
-        }
-        for degrees in LAYOUTS:
+class Runs:
+    """The file as it is, the same picture through the pipeline nodes, and the file under each layout asked for."""
+
+    def __init__(self, client: ComfyClient, server: Server, shipped_workflow: Callable[..., Workflow]):
+        self._client, self._server, self._workflow = client, server, shipped_workflow
+        self._done: dict[str, Result] = {}
+        self.pipeline = self._run("flux_prefer_tensor")
+        self.as_shipped = self._run(STEM)
+
+    def under(self, degrees: dict[str, int]) -> Result:
+        name = named(degrees)
+        if name not in self._done:
             config = {"strategy": "manual", "devices": "cpu", **degrees}
-            prompt = shipped_workflow(client, STEM, ShardedParallelConfig=config)
-            done[named(degrees)] = _result(client, comfy_server, prompt)
-    return done
+            self._done[name] = self._run(STEM, ShardedParallelConfig=config)
+        return self._done[name]
+
+    def _run(self, stem: str, **changes: dict[str, Any]) -> Result:
+        return _result(self._client, self._server, self._workflow(self._client, stem, **changes))
+
+
+@pytest.fixture(scope="module")
+def runs(comfy_server: Server, shipped_workflow: Callable[..., Workflow]) -> Iterator[Runs]:
+    with ComfyClient(comfy_server.url) as client:
+        yield Runs(client, comfy_server, shipped_workflow)
 
 
 def test_it_makes_the_picture_it_asks_for_and_shows_how_far_it_is(runs: Runs) -> None:
-    shipped = runs["as shipped"]
+    shipped = runs.as_shipped
     assert judged(shipped.picture)
     steps = [e.data["value"] for e in shipped.run.of("progress") if e.data["max"] == 8]
     assert steps == list(range(1, 9))
@@ -82,20 +88,26 @@ def test_it_makes_the_picture_it_asks_for_and_shows_how_far_it_is(runs: Runs) ->
 
 
 def test_its_latents_are_those_of_the_pipeline_nodes(runs: Runs) -> None:
-    apart = latents.max_rel(runs["as shipped"].latent, runs["pipeline"].latent)
+    apart = latents.max_rel(runs.as_shipped.latent, runs.pipeline.latent)
     print(f"max_rel {apart:.1e}")
     assert apart <= 1e-3
 
 
-@pytest.mark.parametrize("degrees", LAYOUTS, ids=named)
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        *(pytest.param(one, id=named(one)) for one in QUICK),
+        *(pytest.param(one, id=named(one), marks=pytest.mark.slow) for one in SLOW),
+    ],
+)
 def test_the_same_file_on_any_number_of_ranks_makes_the_same_latents_and_the_picture_asked_for(
     runs: Runs, degrees: dict[str, int]
 ) -> None:
-    done = runs[named(degrees)]
+    done = runs.under(degrees)
     assert done.ranks == math.prod(degrees.values())
     assert judged(done.picture)
     assert all(done.degrees[axis] == degree for axis, degree in degrees.items()), done.degrees
-    for other in LAYOUTS:
-        apart = latents.max_rel(done.latent, runs[named(other)].latent)
+    for other in (*QUICK, *SLOW) if degrees in SLOW else QUICK:
+        apart = latents.max_rel(done.latent, runs.under(other).latent)
         print(f"{named(other)}: max_rel {apart:.1e}")
         assert apart <= 1e-4

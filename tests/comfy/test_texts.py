@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.comfy.test_pipeline import STEPS_OF_A_LONG_RUN, ranks
+from tests.comfy.test_pipeline import STEPS_OF_A_LONG_RUN
+from tests.support.group_routes import pids, post, the_group
+from tests.support.processes import wait_until
 from tests.support.workflows import pipeline_prompt
 from tools.client import ComfyClient, NodeFailed, Workflow
 
@@ -61,8 +63,9 @@ def test_the_words_about_a_stock_model_are_on_its_loader(
 
 def test_a_model_that_comes_back_from_host_memory_says_so(client: ComfyClient) -> None:
     client.run(pipeline_prompt(tensor=2, seed=903))
-    parking = {"park": {"class_type": "ShardedParkGroup", "inputs": {}}}
-    client.run(parking)
+    # Not by the node in a prompt of its own: ComfyUI would drop what only the prompt before needs, the pipeline too.
+    wait_until(lambda: post(client, "park")[0] == 202, 10, "the workflow to be over")
+    wait_until(lambda: the_group(client)["phase"] == "parked", 10, "the group to park")
     start = time.monotonic()
     client.run(pipeline_prompt(tensor=2, seed=904))
     texts = [text for one in said(client, start).values() for text in one]
@@ -72,7 +75,7 @@ def test_a_model_that_comes_back_from_host_memory_says_so(client: ComfyClient) -
 def test_a_killed_rank_is_told_in_three_lines_and_the_rest_is_in_the_log(client: ComfyClient) -> None:
     prompt_id = client.queue(pipeline_prompt(tensor=2, seed=905, steps=STEPS_OF_A_LONG_RUN))
     client.wait_for(prompt_id, lambda e: e.kind == "progress" and e.data["max"] == STEPS_OF_A_LONG_RUN, 60)
-    os.kill(ranks(client)[1], signal.SIGKILL)
+    os.kill(pids(client)[1], signal.SIGKILL)
     with pytest.raises(NodeFailed) as caught:
         client.wait(prompt_id, 10)
     what, why, instead = caught.value.message.splitlines()

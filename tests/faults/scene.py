@@ -24,6 +24,7 @@ import psutil
 from PIL import Image
 
 from tests.faults import control
+from tests.support import group_routes
 from tests.support.processes import wait_until
 from tests.support.workflows import pipeline_prompt
 from tools import ROOT, loopback
@@ -71,17 +72,14 @@ class Scene:
 
     # ---- the group
 
-    def groups(self) -> list[dict[str, Any]]:
-        return list(json.loads(self.client.get("/sharded/state"))["groups"])
-
     def ranks(self) -> list[dict[str, Any]]:
-        return [rank for group in self.groups() for rank in group["ranks"]]
+        return group_routes.ranks(self.client)
 
     def pids(self) -> list[int]:
-        return [rank["pid"] for rank in self.ranks() if rank["pid"]]
+        return group_routes.pids(self.client)
 
     def loaded(self) -> bool:
-        return any(slot["state"] == "loaded" for group in self.groups() for slot in group["slots"])
+        return any(slot["state"] == "loaded" for slot in group_routes.slots(self.client))
 
     def unload(self) -> None:
         def freed() -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.parity_native.graphs import Link, Node, Setup, defaults, flat, node
+from tests.support import group_routes
 from tests.support.workflows import DEGREES
 from tools import latents
 from tools.client import ComfyClient, Run, Workflow
@@ -77,22 +77,18 @@ class Graphs:
         files = sorted((one for (one,) in saved), key=lambda one: int(one["filename"].partition("_")[0]))
         return Done(run, [latents.read(one, self.server.base.output) for one in files])
 
-    def groups(self) -> list[dict[str, Any]]:
-        return list(json.loads(self.client.get("/sharded/state"))["groups"])
-
     def ranks(self) -> list[int]:
         """Their process ids."""
-        return [rank["pid"] for group in self.groups() for rank in group["ranks"] if rank["pid"]]
+        return group_routes.pids(self.client)
 
     def rank_states(self) -> list[str]:
-        return [rank["state"] for group in self.groups() for rank in group["ranks"]]
+        return [rank["state"] for rank in group_routes.ranks(self.client)]
 
     def slots(self) -> dict[str, dict[str, Any]]:
         """What the groups hold, by the name of the model's file or folder."""
         return {
             slot["name"].rpartition("-")[0].removesuffix(".safetensors"): slot
-            for group in self.groups()
-            for slot in group["slots"]
+            for slot in group_routes.slots(self.client)
         }
 
     def said(self, since: float) -> list[str]:
