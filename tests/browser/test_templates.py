@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser.editor import Editor
+from tests.support import group_routes
 from tests.support.browser import executable
 from tools import ROOT
 from tools.client import ComfyClient
@@ -33,11 +34,6 @@ COMFYUI_ASKS = ("https://api.comfy.org/nodes?", "https://huggingface.co/Comfy-Or
 
 def recorded(name: str) -> dict[str, Any]:
     return dict(json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8")))
-
-
-def ranks(client: ComfyClient) -> list[int]:
-    state = json.loads(client.get("/sharded/state"))
-    return [rank["pid"] for group in state["groups"] for rank in group["ranks"] if rank["pid"]]
 
 
 def title_of_note(name: str) -> str:
@@ -214,7 +210,7 @@ def test_cancel_empties_the_queue_and_the_next_run_finds_the_same_ranks(
     editor.set_value("ShardedSample", "steps", str(A_LONG_RUN))
     prompt_id = editor.queue()
     editor.wait_for_progress("ShardedSample")
-    before = ranks(client)
+    before = group_routes.pids(client)
     assert before
     editor.cancel_button.click()
     record = editor.ended(prompt_id, client)
@@ -226,7 +222,7 @@ def test_cancel_empties_the_queue_and_the_next_run_finds_the_same_ranks(
     editor.set_value("ShardedSample", "steps", steps)
     editor.run(client)
     editor.shown_picture("SaveImage")
-    assert ranks(client) == before
+    assert group_routes.pids(client) == before
 
 
 # ---- help
