@@ -1,6 +1,6 @@
 // Registers what the pack adds to ComfyUI's page (declared.json): settings, commands, the tab with the panel, the layout line
-// of a Parallel Config. It also keeps saved workflows free of the text that nodes show while they run.
-
+// of a Parallel Config. It also keeps saved workflows free of the text that nodes show while they run. The tab's tooltip is
+// no key of locales/: frontend 1.32.9 forgets a pack's words when it loads its own in another language than English.
 // ComfyUI has browsers ask again for .js and .css files. The others go by new names, or an update would meet old ones.
 const file = (name) => fetch(fresh(name)).then((answer) => answer.text());
 const fresh = (name) => new URL(`${name}?${Date.now()}`, import.meta.url).href;
@@ -25,8 +25,8 @@ seam.register({
   aboutPageBadges: [{ ...about, label: `Sharded ${version}` }],
   setup() {
     seam.addStyle("panel.css");
-    const tab = { title: "Sharded", icon: "pi pi-server", tooltip: "sharded.tooltip" };
-    seam.addTab({ ...tab, render: (element) => panel.show(element), destroy: () => panel.hide() });
+    const shows = { render: (element) => panel.show(element), destroy: () => panel.hide() };
+    seam.addTab({ title: "Sharded", icon: "pi pi-server", tooltip: panel.w.t("tooltip"), ...shows });
   },
   nodeCreated(node) {
     if (node.comfyClass !== "ShardedParallelConfig") return;
