@@ -100,7 +100,7 @@ def test_the_nodes_act_in_every_run(client: ComfyClient) -> None:
     # Everything else is the same and not computed again: what the node has parked stays so.
     run_and_hear(client, workflow)
     assert slot_states(client) == ["parked"]
-    assert run_and_hear(client, workflow)[1] == ["Nothing is loaded on CPU 0, CPU 1."]
+    assert run_and_hear(client, workflow)[1] == ["Nothing is loaded on the CPU."]
 
 
 def test_stop_ends_the_ranks_and_the_next_prompt_starts_others(client: ComfyClient) -> None:
@@ -108,7 +108,7 @@ def test_stop_ends_the_ranks_and_the_next_prompt_starts_others(client: ComfyClie
     before = pixels(client, client.run(workflow))
     ranks = pids(client)
     _, said = run_and_hear(client, with_node(workflow, STOP, "decode"))
-    assert said == ["Stopped 2 ranks on CPU 0, CPU 1."]
+    assert said == ["Stopped 2 ranks on the CPU."]
     assert the_group(client)["phase"] == "stopped"
     assert "Stop Group" in the_group(client)["reason"]
     wait_until(lambda: not any(map(psutil.pid_exists, ranks)), 5, "the ranks to end")
@@ -133,11 +133,11 @@ def test_the_nodes_act_on_the_group_of_what_is_connected(tmp_path: Path) -> None
         "StockModel": [both, "parked", "parked"],
         "latent": [both, "parked", "parked"],
         "again": [
-            "Nothing is loaded on CPU 0, CPU 1.\nNothing is loaded on CPU 5.",
+            "Nothing is loaded on the CPU.\nNothing is loaded on the CPU.",
             "parked",
             "parked",
         ],
-        "stop": ["Stopped 2 ranks on CPU 0, CPU 1.\nStopped 1 rank on CPU 5.", "stopped", "stopped"],
+        "stop": ["Stopped 2 ranks on the CPU.\nStopped 1 rank on the CPU.", "stopped", "stopped"],
         "nothing": ["No group is running.", "stopped", "stopped"],
     }
 
