@@ -36,6 +36,8 @@ class StandInServer:
         self.last_node_id: str | None = None
         self.last_prompt_id: str | None = None
         self.sockets_metadata: dict[str, Any] = {}
+        self.loop = asyncio.new_event_loop()
+        self.loop.close()  # as at a server's end: nobody hears an event
 
     def send_sync(self, *_: Any, **__: Any) -> None:
         pass
