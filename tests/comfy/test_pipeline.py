@@ -252,6 +252,7 @@ def test_stock_latents_size_the_picture_and_can_be_sampled_further(client: Comfy
     assert opened.size == (96, 96)
 
 
+@pytest.mark.slow
 def test_a_stock_vae_decodes_our_latents_and_flux_guidance_reaches_the_model(
     start_server: Callable[..., Server], tmp_path: Path
 ) -> None:

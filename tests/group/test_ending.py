@@ -145,6 +145,7 @@ def test_what_cannot_end_itself_is_ended_by_the_next_start_and_others_stay(
     assert third.say("ping")["ranks"] == new["ranks"]
 
 
+@pytest.mark.slow
 def test_a_host_that_becomes_another_program_leaves_nothing(host: Callable[[int], Host]) -> None:
     """As ComfyUI does when the Manager restarts it: the same process, no exit handler runs."""
     one = host(2)

@@ -378,6 +378,7 @@ def test_a_stopped_rank_is_named_with_what_it_was_doing_and_the_next_call_works(
     assert torch.equal(sample(slot, RUN), expected)
 
 
+@pytest.mark.slow
 def test_a_rank_that_loops_is_named_and_its_stack_is_told(
     folder: Path, impatient: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

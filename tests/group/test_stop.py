@@ -108,6 +108,7 @@ def test_a_stop_ends_a_start(folder: Path) -> None:
         one.close()
 
 
+@pytest.mark.slow
 def test_three_stops_in_a_row_are_no_failures(slot: Slot) -> None:
     """Or the fourth run would be refused for having failed too often."""
     for _ in range(3):
@@ -119,6 +120,7 @@ def test_three_stops_in_a_row_are_no_failures(slot: Slot) -> None:
     sample(slot, RUN)
 
 
+@pytest.mark.slow
 def test_a_group_tells_what_its_last_run_took(slot: Slot) -> None:
     sample(slot, RUN)
     told = GROUPS.state(0.0)
