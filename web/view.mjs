@@ -149,7 +149,7 @@ export function lastRun(run, w) {
   const parts = [["load", "run_load"], ["encode", "run_encode"], ["sampling", sampled], ["decode", "run_decode"]]
     .filter(([name]) => known(run?.[name])).map(([name, key]) => w.t(key, { n: run.steps ?? "", time: w.time(run[name], 1) }));
   return {
-    last: w.also(...parts) || w.t("no_run"), steps, median: middle ? w.t("median", { time: w.time(middle) }) : "",
+    last: w.also(...parts) || (steps.length ? "" : w.t("no_run")), steps, median: middle ? w.t("median", { time: w.time(middle) }) : "",
     peak: known(run?.peak) ? w.t("run_peak", { size: w.size(run.peak) }) : "",
   };
 }

@@ -241,6 +241,13 @@ def test_other_languages_say_no_english_sentence(locale: str) -> None:
 
 
 @needs_node
+def test_a_first_run_that_is_on_is_not_called_none() -> None:
+    none, sampling = ask(["lastRun", None], ["lastRun", {"step_seconds": [0.1, 0.2], "unit": "steps"}])
+    assert (none["last"], none["median"]) == ("Nothing has run yet.", "")
+    assert (sampling["last"], sampling["median"]) == ("", "median 0.20 s per step")
+
+
+@needs_node
 def test_what_is_unknown_is_never_zero() -> None:
     unknown = states.device(2, total=None, used=None, weights=None, work=None, others=[], age=None)
     no_rank = states.device(0, weights=None, work=None)
