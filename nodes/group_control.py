@@ -8,7 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..runtime.group import GROUPS, Slot, WorkerGroup
-from ..runtime.spec import describe_devices
+from ..runtime.spec import describe_devices, model_name
 from . import comfy_host
 from .cables import CATEGORY
 
@@ -81,7 +81,7 @@ class StopGroup(_GroupNode):
 def _park(group: WorkerGroup) -> list[str]:
     parked = GROUPS.park(group)
     lines = [
-        f"{name.rpartition('-')[0]}: {'parked in host RAM' if in_ram else 'no room in host RAM, will be read again'}"
+        f"{model_name(name)}: {'parked in host RAM' if in_ram else 'no room in host RAM, will be read again'}"
         for name, in_ram in parked.items()
     ]
     return lines or [f"Nothing is loaded on {describe_devices(group.devices)}."]

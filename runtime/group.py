@@ -452,14 +452,13 @@ class WorkerGroup:
                     progress[rank] = message.body
                     told = len(progress) == len(session.connections) or message.body.phase != "loading"
                     if told:  # or the total would grow as ranks join
-                        self.activity.told(_together(progress))
-                    if report is not None and raised is None and told:
-                        try:
-                            report(_together(progress), message.tensors)
-                        except (
-                            BaseException
-                        ) as error:  # ComfyUI raises its interrupt from inside a progress bar
-                            raised = error
+                        together = _together(progress)
+                        self.activity.told(together)
+                        if report is not None and raised is None:
+                            try:
+                                report(together, message.tensors)
+                            except BaseException as error:  # ComfyUI's progress bar raises its interrupt
+                                raised = error
                 elif isinstance(message.body, Failure):
                     failures[rank] = message.body
                     session.answered(rank)

@@ -29,6 +29,7 @@ from .spec import (
     RankOutOfMemory,
     Request,
     Sample,
+    model_name,
     readable_bytes,
 )
 
@@ -149,8 +150,7 @@ class Retries:
             record = _Record(sizes=work.sizes, run=work.run)
         record.run, record.went_well = work.run, False
         now = self._clock()
-        line = str(error).partition("\n")[0]
-        record.failures.append(Failed(when=now, rank=error.rank, kind=error.kind, line=line))
+        record.failures.append(Failed(when=now, rank=error.rank, kind=error.kind, line=error.what))
         self._records[key] = record  # as the newest
         while len(self._records) > _RECORDS:
             del self._records[next(iter(self._records))]
@@ -179,7 +179,7 @@ class Retries:
 
 def _begin(work: Work) -> str:
     sizes = " and ".join("x".join(map(str, size)) for size in work.sizes)
-    return f"{work.doing.capitalize()}{f' ({sizes})' if sizes else ''} with {work.slot.rpartition('-')[0] or work.slot}"
+    return f"{work.doing.capitalize()}{f' ({sizes})' if sizes else ''} with {model_name(work.slot)}"
 
 
 def _when_again(seconds: float) -> str:

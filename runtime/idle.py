@@ -103,4 +103,4 @@ class IdleWatch:
                 try:
                     self._groups.park(group, by="idle")
                 except RankError as error:  # it has ended the group; the next use starts it again
-                    log.warning("Parking failed: %s", str(error).partition("\n")[0])
+                    log.warning("Parking failed: %s", error.what)

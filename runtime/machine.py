@@ -97,7 +97,7 @@ def first_that_works(devices: Sequence[Device], attempt: Callable[[Setting], T])
                 raise
             failed.append((setting, error))
             if setting is not tried[-1]:
-                log.warning("%s Trying again with other settings.", _first_line(error))
+                log.warning("%s Trying again with other settings.", error.what)
             continue
         if failed:
             log.warning(
@@ -116,20 +116,16 @@ def _all_failed(devices: Sequence[Device], failed: Sequence[tuple[Setting, RankE
     last = failed[-1][1]
     if len(failed) == 1:
         return last
-    lines = "\n".join(f"- {setting.words}: {_first_line(error)}" for setting, error in failed)
+    lines = "\n".join(f"- {setting.words}: {error.what}" for setting, error in failed)
     return RankError(
         f"{describe_devices(devices)} do not reach each other in any of {len(failed)} ways.\n"
-        f"The last time: {_first_line(last)}\n"
+        f"The last time: {last.what}\n"
         "Doctor (Sharded) tests the links between the cards; works instead: one of them, by its number in devices.",
         detail=f"{lines}\n\n{last.whole}",
         rank=last.rank,
         kind=BROKEN,
         traceback=last.traceback,
     )
-
-
-def _first_line(error: RankError) -> str:
-    return str(error).partition("\n")[0]
 
 
 # ---- what is remembered

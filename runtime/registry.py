@@ -17,7 +17,7 @@ from .cards import Cards
 from .healing import Retries
 from .journal import Journal
 from .slots import Slot, unload
-from .spec import Cancelled, Device, Layout, ModelSpec
+from .spec import Cancelled, Device, Layout, ModelSpec, model_name
 
 if TYPE_CHECKING:
     from .group import WorkerGroup
@@ -161,8 +161,7 @@ class Registry:
     def note_not_kept(self, group: WorkerGroup, names: list[str]) -> None:
         """Models that a person wanted parked had no room in host RAM."""
         if names:
-            shown_names = tuple(name.rpartition("-")[0] or name for name in names)
-            self.journal.note(incidents.not_kept(group.id, shown_names))
+            self.journal.note(incidents.not_kept(group.id, tuple(map(model_name, names))))
 
     def abandon(self) -> None:
         """In a process that another pack has forked from the host: forget the groups, which are the host's.

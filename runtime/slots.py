@@ -166,7 +166,7 @@ class Slot:
             try:
                 answers = [message.body for message in group.call(Park(slot=self.name), start=False).values()]
             except RankError as error:
-                log.warning("%s could not be parked: %s", self.name, str(error).partition("\n")[0])
+                log.warning("%s could not be parked: %s", self.name, error.what)
                 unload(group, self.name)
                 return
             if all(isinstance(answer, Parked) and answer.in_host_memory for answer in answers):
@@ -227,7 +227,7 @@ def again_if_gone(function: Callable[[], T]) -> T:
     except RankError as error:
         if error.kind != "gone":
             raise
-        log.warning("%s Starting the group again.", str(error).partition("\n")[0])
+        log.warning("%s Starting the group again.", error.what)
     return function()
 
 

@@ -210,6 +210,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return f"GPU {self.index} {self.name}".rstrip() if self.kind == "cuda" else f"CPU {self.index}"
 
 
+def model_name(slot: str) -> str:
+    """What people call the model of a slot: "flux-dev" of "flux-dev-0123abcd"."""
+    return slot.rpartition("-")[0] or slot
+
+
 def describe_devices(devices: Sequence[Device]) -> str:
     """Devices in few words: "GPU 0-3 NVIDIA L40", "GPU 0 NVIDIA L40 and GPU 1, 3 NVIDIA A40", "the CPU"."""
     if all(device.kind == "cpu" for device in devices):

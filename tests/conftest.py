@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import MARK, command_line, descendants, kill, marked, wait_gone, wait_until
+from tests.support.servers import serving
 from tools.base_directory import BaseDirectory
 from tools.client import ComfyClient
 from tools.comfy import Server
@@ -62,11 +63,11 @@ def nothing_left_running() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def comfy_server() -> Iterator[Server]:
     """One ComfyUI with the pack and the demo model for the whole session. Tests that kill a server make their own."""
-    with tempfile.TemporaryDirectory(prefix="comfyui-base-") as folder:
-        server = Server(BaseDirectory.create(Path(folder)), arguments=SERVER_ARGUMENTS)
-        with server:
-            yield server
-        assert not server.left_behind, "processes outlived the server:\n" + "\n".join(server.left_behind)
+    with (
+        tempfile.TemporaryDirectory(prefix="comfyui-base-") as folder,
+        serving(BaseDirectory.create(Path(folder)), SERVER_ARGUMENTS) as server,
+    ):
+        yield server
 
 
 @pytest.fixture

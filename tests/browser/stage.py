@@ -20,6 +20,7 @@ from tests.browser.editor import Editor
 from tests.browser.panel import Answer, Panel, Stand
 from tests.support.browser import Heard, new_context, open_editor
 from tests.support.processes import wait_until
+from tests.support.servers import serving
 from tests.support.workflows import pipeline_prompt
 from tools import loopback, page_parts
 from tools.base_directory import BaseDirectory
@@ -161,10 +162,9 @@ def staged(setting: Setting, browser: Browser) -> Iterator[Stage]:
     with tempfile.TemporaryDirectory(prefix="comfyui-base-") as folder:
         base = BaseDirectory.create(Path(folder), settings=setting.settings)
         arguments = (*SERVER_ARGUMENTS, "--front-end-root", str(root))
-        with Server(base, arguments=arguments) as server:
+        with serving(base, arguments) as server:
             context = new_context(browser, server.url)
             try:
                 yield Stage(setting, server, browser, context)
             finally:
                 context.close()
-        assert not server.left_behind, "processes outlived the server:\n" + "\n".join(server.left_behind)

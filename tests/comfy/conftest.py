@@ -13,6 +13,7 @@ import pytest
 from tests.support.native_checkpoints import write_checkpoints
 from tests.support.native_server import Graphs
 from tests.support.processes import wait_until
+from tests.support.servers import serving
 from tools import ROOT, workflow
 from tools.base_directory import BaseDirectory
 from tools.client import ComfyClient, Workflow
@@ -69,9 +70,8 @@ def native_server() -> Iterator[Server]:
         base = BaseDirectory.create(Path(folder), packs=packs, pipelines={})
         write_checkpoints(base.path / "models")
         arguments = ("--preview-method", "latent2rgb", "--use-pytorch-cross-attention")
-        with Server(base, arguments=arguments) as server:
+        with serving(base, arguments) as server:
             yield server
-        assert not server.left_behind, "processes outlived the server:\n" + "\n".join(server.left_behind)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from PIL import Image
 
 from tests.support.group_routes import pids, post, raw_post, slots, the_group
 from tests.support.processes import wait_until
+from tests.support.servers import serving
 from tests.support.workflows import pipeline_prompt
 from tools import ROOT
 from tools.base_directory import BaseDirectory
@@ -30,9 +31,8 @@ TEXT = "a red star on white"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of its own: what is parked and stopped here would disturb the tests that share one."""
-    with Server(BaseDirectory.create(tmp_path_factory.mktemp("control"))) as server:
+    with serving(BaseDirectory.create(tmp_path_factory.mktemp("control"))) as server:
         yield server
-    assert not server.left_behind, "processes outlived the server:\n" + "\n".join(server.left_behind)
 
 
 @pytest.fixture(scope="module")

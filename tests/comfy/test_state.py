@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.group_routes import post, raw_state, state, the_group
 from tests.support.processes import wait_until
+from tests.support.servers import serving
 from tests.support.workflows import pipeline_prompt
 from tools.base_directory import BaseDirectory
 from tools.client import ComfyClient, Event, NodeFailed, Workflow
@@ -39,9 +40,8 @@ TEXT = "a green square on white"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of its own: here groups are stopped and ranks killed."""
-    with Server(BaseDirectory.create(tmp_path_factory.mktemp("state"))) as server:
+    with serving(BaseDirectory.create(tmp_path_factory.mktemp("state"))) as server:
         yield server
-    assert not server.left_behind, "processes outlived the server:\n" + "\n".join(server.left_behind)
 
 
 @pytest.fixture(scope="module")

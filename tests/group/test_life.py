@@ -26,7 +26,7 @@ from runtime.devices import cpu_devices
 from runtime.group import GROUPS, Slot, WorkerGroup
 from runtime.spec import Cancelled, Decode, Device, Progress, RankError, Sample, Unload
 from runtime.state import GroupState
-from tests.support.groups import encode, layout_of, make_slot, sample
+from tests.support.groups import layout_of, make_slot, sample, sampling
 from tests.support.looping_rank import LOOP
 from tests.support.models import make_flux
 from tests.support.processes import listening, wait_until
@@ -34,7 +34,7 @@ from tests.support.reference import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = Run(width=64, height=64, steps=4)
-LONG = Run(width=64, height=64, steps=2000)
+LONG = Run(width=64, height=64, steps=2000, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +62,6 @@ def directory() -> Path:
     session = GROUPS.groups()[0]._session
     assert session is not None
     return session.directory
-
-
-def long_request(slot: Slot) -> tuple[Sample, dict[str, torch.Tensor]]:
-    tensors = dict(encode(slot, RUN.prompt))
-    request = Sample(
-        slot=slot.name,
-        seed=1,
-        steps=LONG.steps,
-        guidance=3.5,
-        width=64,
-        height=64,
-        batch_size=1,
-        denoise=1.0,
-        preview=False,
-    )
-    return request, tensors
 
 
 # ---- start
@@ -190,7 +174,7 @@ def test_cancel_stops_all_ranks_at_a_step_and_keeps_them_warm(slot: Slot) -> Non
     expected = sample(slot, RUN)
     before = pids()
     random_moment = random.Random(1)
-    request, tensors = long_request(slot)
+    request, tensors = sampling(slot, LONG)
     for _ in range(10):
         until = time.monotonic() + random_moment.uniform(0.0, 0.4)
         with pytest.raises(Cancelled):
@@ -208,7 +192,7 @@ def test_what_a_progress_callback_raises_comes_out_and_the_ranks_stay_in_step(sl
         raise Interrupt
 
     before = pids()
-    request, tensors = long_request(slot)
+    request, tensors = sampling(slot, LONG)
     with pytest.raises(Interrupt):
         slot.call(request, tensors, report=report)
     sample(slot, RUN)
@@ -246,7 +230,7 @@ def test_loading_can_be_cancelled_and_tried_again(slot: Slot, tmp_path: Path) ->
 
 def test_an_error_on_the_ranks_is_told_and_the_group_goes_on(slot: Slot) -> None:
     before = pids()
-    request, tensors = long_request(slot)
+    request, tensors = sampling(slot, LONG)
     group = GROUPS.groups()[0]
     with pytest.raises(RankError, match="Rank 0 .*failed while sampling.*slot 'nothing' is empty"):
         group.call(Sample(**{**_fields(request), "slot": "nothing"}), tensors)
@@ -262,7 +246,7 @@ def test_an_error_on_one_rank_alone_ends_the_call_and_heals(slot: Slot) -> None:
     session = group._session
     assert session is not None
     before = pids()
-    request, tensors = long_request(slot)
+    request, tensors = sampling(slot, LONG)
     session.connections[1].send(0, Unload(slot=slot.name))
     start = time.monotonic()
     with pytest.raises(RankError, match="Rank 1"):
@@ -279,7 +263,7 @@ def _fields(request: Sample) -> dict[str, object]:
 @pytest.mark.slow
 def test_a_killed_rank_is_named_within_seconds_and_the_next_call_works(slot: Slot) -> None:
     expected = sample(slot, RUN)
-    request, tensors = long_request(slot)
+    request, tensors = sampling(slot, LONG)
     killed: list[float] = []
 
     def kill_rank_one() -> None:
@@ -358,7 +342,7 @@ def test_a_stopped_rank_is_named_with_what_it_was_doing_and_the_next_call_works(
     slot: Slot, impatient: float
 ) -> None:
     expected = sample(slot, RUN)
-    request, tensors = long_request(slot)
+    request, tensors = sampling(slot, LONG)
     before, when = pids(), []
 
     def stop() -> None:
@@ -395,7 +379,7 @@ def test_a_rank_that_loops_is_named_and_its_stack_is_told(
 
         thread, report = after_some_steps(loop)
         thread.start()
-        request, tensors = long_request(slot)
+        request, tensors = sampling(slot, LONG)
         with pytest.raises(RankError, match=r"Rank 1 \(CPU 1, pid \d+\) was stuck while sampling") as caught:
             slot.call(request, tensors, report=report)
     assert time.monotonic() - when[0] < impatient + 4

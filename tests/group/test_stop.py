@@ -14,13 +14,14 @@ import torch
 
 from runtime.devices import cpu_devices
 from runtime.group import GROUPS, Slot, WorkerGroup
-from runtime.spec import RankError, Sample
-from tests.support.groups import encode, layout_of, make_slot, sample
+from runtime.spec import RankError
+from tests.support.groups import layout_of, make_slot, sample, sampling
 from tests.support.models import make_flux
 from tests.support.processes import wait_until
 from tests.support.reference import Run
 
 RUN = Run(width=64, height=64, steps=4)
+LONG = Run(width=64, height=64, steps=3000, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +46,6 @@ def pids() -> list[int]:
     return [rank["pid"] for rank in group().snapshot()["ranks"] if rank["pid"]]
 
 
-def long_request(slot: Slot) -> tuple[Sample, dict[str, torch.Tensor]]:
-    request = Sample(
-        slot=slot.name,
-        seed=1,
-        steps=3000,
-        guidance=3.5,
-        width=64,
-        height=64,
-        batch_size=1,
-        denoise=1.0,
-        preview=False,
-    )
-    return request, dict(encode(slot, RUN.prompt))
-
-
 def when(holds: Callable[[], bool], act: Callable[[], Any]) -> threading.Thread:
     """A thread that acts as soon as something holds."""
 
@@ -74,7 +60,7 @@ def when(holds: Callable[[], bool], act: Callable[[], Any]) -> threading.Thread:
 
 def test_a_stop_ends_sampling_within_seconds_and_the_next_call_works(slot: Slot) -> None:
     expected = sample(slot, RUN)
-    request, tensors = long_request(slot)
+    request, tensors = sampling(slot, LONG)
     before, incidents = pids(), GROUPS.journal.incidents
     stopped: list[float] = []
 
@@ -112,7 +98,7 @@ def test_a_stop_ends_a_start(folder: Path) -> None:
 def test_three_stops_in_a_row_are_no_failures(slot: Slot) -> None:
     """Or the fourth run would be refused for having failed too often."""
     for _ in range(3):
-        request, tensors = long_request(slot)
+        request, tensors = sampling(slot, LONG)
         stopper = when(lambda: group().stage == "sampling", lambda: group().stop("Stopped by request."))
         with pytest.raises(RankError, match="^Stopped by request"):
             slot.call(request, tensors)

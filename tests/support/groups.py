@@ -41,15 +41,10 @@ def encode(slot: Slot, prompt: str) -> Mapping[str, torch.Tensor]:
     return slot.call(Encode(slot=slot.name, prompt=prompt)).tensors
 
 
-def sample(
-    slot: Slot,
-    run: Run,
-    *,
-    latent: torch.Tensor | None = None,
-    denoise: float = 1.0,
-    report: Report | None = None,
-) -> torch.Tensor:
-    """Latents [B, C, h, w] in VAE space."""
+def sampling(
+    slot: Slot, run: Run, *, latent: torch.Tensor | None = None, denoise: float = 1.0, preview: bool = False
+) -> tuple[Sample, dict[str, torch.Tensor]]:
+    """The request for a run, and its tensors: the prompt is encoded for it."""
     tensors = dict(encode(slot, run.prompt))
     if latent is not None:
         tensors["latent"] = latent
@@ -62,8 +57,21 @@ def sample(
         height=run.height,
         batch_size=run.batch_size,
         denoise=denoise,
-        preview=report is not None,
+        preview=preview,
     )
+    return request, tensors
+
+
+def sample(
+    slot: Slot,
+    run: Run,
+    *,
+    latent: torch.Tensor | None = None,
+    denoise: float = 1.0,
+    report: Report | None = None,
+) -> torch.Tensor:
+    """Latents [B, C, h, w] in VAE space."""
+    request, tensors = sampling(slot, run, latent=latent, denoise=denoise, preview=report is not None)
     return slot.call(request, tensors, report=report).tensors["samples"].clone()
 
 
